@@ -1,0 +1,120 @@
+"""Where every expert lives.
+
+Letters: ``L`` MoE layers, ``E`` experts per layer, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cap_hf._files import read_json, write_json
+from cap_hf.metrics import LayoutMetrics, measure
+from cap_hf.topology import Topology
+from cap_hf.trace import RoutingTrace
+
+__all__ = ["ExpertLayout"]
+
+
+class ExpertLayout:
+    """Immutable map from experts to ranks, every layer on its own; ranks may hold different numbers of experts.
+
+    Args:
+        expert_to_rank: (L, E) integers in [0, R).
+        topology: the machine the layout is for.
+        layer_ids: (L,) index of each MoE layer in the model; default 0 .. L-1.
+
+    Raises:
+        ValueError: wrong shape or type, ranks out of range, fewer experts than ranks.
+    """
+
+    def __init__(self, expert_to_rank: Any, topology: Topology, layer_ids: Sequence[int] | np.ndarray | None = None) -> None:
+        ranks = np.asarray(expert_to_rank)
+        if ranks.ndim != 2 or 0 in ranks.shape or not np.issubdtype(ranks.dtype, np.integer):
+            raise ValueError(f"expert_to_rank has shape {ranks.shape} and type {ranks.dtype}; it must be integers, (layers, experts)")
+        if ranks.shape[1] < topology.num_ranks:
+            raise ValueError(f"{ranks.shape[1]} experts per layer for {topology.num_ranks} ranks; use at most {ranks.shape[1]} ranks")
+        outside = (ranks < 0) | (ranks >= topology.num_ranks)
+        if outside.any():
+            layer, expert = (int(i) for i in np.argwhere(outside)[0])
+            raise ValueError(f"expert_to_rank[{layer}, {expert}] is {ranks[layer, expert]}; it must be 0 to {topology.num_ranks - 1}: place again")
+        self.topology = topology
+        self.expert_to_rank = ranks.astype(np.int64)
+        self.expert_to_rank.setflags(write=False)
+        self.layer_ids = np.array(range(len(ranks)) if layer_ids is None else layer_ids, dtype=np.int64)
+        self.layer_ids.setflags(write=False)
+        if self.layer_ids.shape != (len(ranks),):
+            raise ValueError(f"layer_ids has {self.layer_ids.size} entries; expert_to_rank has {len(ranks)} layers")
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.expert_to_rank.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.expert_to_rank.shape[1]
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return self.topology.num_ranks
+
+    def experts_of(self, layer: int, rank: int) -> np.ndarray:
+        """Ids of the experts that ``rank`` hosts in MoE layer number ``layer``, ascending: the slot order on the rank."""
+        return np.flatnonzero(self.expert_to_rank[layer] == rank)
+
+    def experts_per_rank(self) -> np.ndarray:
+        """Number of experts on each rank, (L, R)."""
+        return np.stack([np.bincount(ranks, minlength=self.num_ranks) for ranks in self.expert_to_rank])
+
+    def metrics(self, trace: RoutingTrace) -> LayoutMetrics:
+        """Traffic and balance on ``trace``; ValueError if it is of another model."""
+        if (trace.num_layers, trace.num_experts) != self.expert_to_rank.shape:
+            raise ValueError(
+                f"trace has {trace.num_layers} layers of {trace.num_experts} experts, the layout {self.num_layers} of {self.num_experts}; "
+                "use a trace of the model that the layout is for"
+            )
+        return measure(trace, self.expert_to_rank, self.topology)
+
+    @property
+    def fingerprint(self) -> str:
+        """First 12 hex digits of a SHA-256 over the content: the layout's name in reports."""
+        content = repr((self.topology, self.layer_ids.tolist(), self.expert_to_rank.tolist()))
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready content."""
+        return {"topology": self.topology.to_dict(), "layer_ids": self.layer_ids.tolist(), "expert_to_rank": self.expert_to_rank.tolist()}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any], source: str = "layout") -> ExpertLayout:
+        """Inverse of ``to_dict``; ValueError names ``source`` where a field is missing or malformed."""
+        try:
+            topology, ranks, layer_ids = Topology(**content["topology"]), np.array(content["expert_to_rank"]), content["layer_ids"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{source} lacks a valid topology, expert_to_rank or layer_ids ({error!r}); save the layout again") from error
+        return cls(ranks, topology, layer_ids)
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        write_json(path, "layout", self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> ExpertLayout:
+        """Read what ``save`` wrote; ValueError for a foreign or truncated file."""
+        return cls.from_dict(read_json(path, "layout"), str(path))
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, ExpertLayout) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"ExpertLayout(expert_to_rank=<{self.num_layers}x{self.num_experts}>, topology={self.topology!r}, fingerprint={self.fingerprint!r})"
