@@ -12,11 +12,13 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CORPORA", "find_data_dir", "load_texts"]
+import numpy as np
+
+__all__ = ["CORPORA", "find_data_dir", "load_texts", "token_blocks"]
 
 SPLITS = ("train", "test")
 HELD_OUT_EVERY = 20  # corpora without a split of their own: each 20th document is "test"
@@ -58,6 +60,23 @@ def load_texts(name: str, split: str = "test", data_dir: str | Path | None = Non
     if not texts:
         raise ValueError(f"corpus {name!r}, split {split!r} holds 0 documents, 1 or more needed; give another split or data folder")
     return texts
+
+
+def token_blocks(tokenizer: Any, texts: Iterable[str], block_size: int, max_blocks: int | None = None) -> np.ndarray:
+    """Texts joined by end-of-text tokens and cut into (blocks, block_size) int64 token ids; a last partial block is dropped.
+
+    Raises:
+        ValueError: the texts hold less than one block of tokens.
+    """
+    ids: list[int] = []
+    for text in texts:
+        ids += [tokenizer.eos_token_id, *tokenizer(text, verbose=False)["input_ids"]]
+        if max_blocks and len(ids) >= max_blocks * block_size:
+            break
+    num_blocks = min(len(ids) // block_size, max_blocks or len(ids))
+    if not num_blocks:
+        raise ValueError(f"the texts yield {len(ids)} tokens, less than one block of {block_size}; give more text or a smaller block")
+    return np.array(ids[: num_blocks * block_size], dtype=np.int64).reshape(num_blocks, block_size)
 
 
 def _json_lines(path: Path, *fields: str) -> Iterator[tuple[Any, ...]]:

@@ -50,6 +50,13 @@ class ExpertLayout:
         if self.layer_ids.shape != (len(ranks),):
             raise ValueError(f"layer_ids has {self.layer_ids.size} entries; expert_to_rank has {len(ranks)} layers")
 
+    @classmethod
+    def sequential(cls, num_layers: int, num_experts: int, topology: Topology, layer_ids: Sequence[int] | np.ndarray | None = None) -> ExpertLayout:
+        """Experts in id order, contiguous; where R does not divide E the first E mod R ranks hold one more ("Default")."""
+        ranks = np.arange(topology.num_ranks)
+        row = np.repeat(ranks, num_experts // topology.num_ranks + (ranks < num_experts % topology.num_ranks))
+        return cls(np.tile(row, (num_layers, 1)), topology, layer_ids)
+
     @property
     def num_layers(self) -> int:
         """L."""

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, DeepseekV2Config, HfArgumentParser, PreTrainedTokenizerFast, Qwen3MoeConfig, Trainer, TrainingArguments, set_seed
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from cap_hf.corpora import load_texts
+from cap_hf.corpora import load_texts, token_blocks
 
 VOCAB_SIZE, BLOCK = 4096, 512  # BPE entries; tokens per training sequence = longest context of the shipped models
 EPOCHS = {"wikitext": 8, "arxiv": 1, "gsm8k": 1, "python": 1}  # passes over each corpus in one mixture epoch
@@ -83,8 +83,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 def pack(tokenizer: Any, texts: list[str], rng: np.random.Generator | None = None) -> Dataset:
     """Documents, shuffled when ``rng`` is given, joined by end-of-text and cut into (blocks, BLOCK) rows."""
     order = rng.permutation(len(texts)) if rng is not None else range(len(texts))
-    ids = [token for i in order for token in [tokenizer.eos_token_id, *tokenizer(texts[i], verbose=False)["input_ids"]]]
-    blocks = np.array(ids[: len(ids) // BLOCK * BLOCK], dtype=np.int64).reshape(-1, BLOCK)
+    blocks = token_blocks(tokenizer, [texts[i] for i in order], BLOCK)
     return Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
 

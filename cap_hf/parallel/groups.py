@@ -1,0 +1,141 @@
+"""The processes that share a model's experts, through DeepSpeed's communication layer.
+
+Letters: ``R`` ranks. One process without a launcher is a group of one and needs neither DeepSpeed nor a network.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["ExpertGroup", "RankError", "init_expert_group", "require_world_size"]
+
+_MESSAGE_BYTES = 2048  # of one rank's error text, as it is told to the others
+
+
+class RankError(RuntimeError):
+    """Another rank of the group failed; the message names it and repeats its error."""
+
+
+@dataclass
+class Traffic:
+    """What one rank put on the wire: bytes to other ranks, counted at the collective, and what they were for."""
+
+    collectives: int = 0
+    bytes_sent: int = 0
+    rows_sent: int = 0
+    """Hidden-state rows sent to another rank by dispatch; combine returns as many."""
+    token_visits: int = 0
+    """Tokens that entered an MoE layer, summed over layers."""
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.collectives = self.bytes_sent = self.rows_sent = self.token_visits = 0
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """``size`` ranks, this one being ``rank``; ``handle`` is the process group, None for all ranks of the job."""
+
+    rank: int = 0
+    size: int = 1
+    handle: Any = None
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+
+    def all_to_all(self, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        """Exchange slices along dim 0: ``sent[r]`` entries to rank r, ``received[r]`` from it; returns them in rank order.
+
+        The own slice should be empty: it is copied, not sent, and does not count as traffic.
+        """
+        from deepspeed import comm
+
+        output = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        comm.all_to_all_single(output, tensor.contiguous(), list(received), list(sent), group=self.handle)
+        row_bytes = tensor.element_size() * (tensor[:1].numel() if len(tensor) else 0)
+        self.traffic.collectives += 1
+        self.traffic.bytes_sent += row_bytes * (sum(sent) - sent[self.rank])
+        return output
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Tensors of equal shape from every rank, stacked in rank order: (...) -> (R, ...)."""
+        if self.size == 1:
+            return tensor[None]
+        from deepspeed import comm
+
+        as_bytes = tensor.contiguous().reshape(-1).view(torch.uint8)  # gloo does not carry every integer type
+        parts = [torch.empty_like(as_bytes) for _ in range(self.size)]
+        comm.all_gather(parts, as_bytes, group=self.handle)
+        return torch.stack([part.view(tensor.dtype).view(tensor.shape) for part in parts])
+
+    def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Tensors that differ in length along dim 0, from every rank, joined in rank order."""
+        if self.size == 1:
+            return tensor
+        lengths = self.all_gather(torch.tensor([len(tensor)], device=tensor.device)).flatten().tolist()
+        padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor
+        parts = self.all_gather(padded)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """A stage that every rank leaves alike: if it fails on one rank, the others raise ``RankError`` instead of waiting.
+
+        The stage itself must not communicate, or must communicate equally on every rank until the failure.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        if self.size > 1:
+            self._tell_failure(failure)
+        if failure is not None:
+            raise failure
+
+    def _tell_failure(self, failure: Exception | None) -> None:
+        """Exchange error texts; raise for a peer's failure unless this rank has its own to raise."""
+        text = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_MESSAGE_BYTES]
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=device)
+        message[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)].to(device)
+        peers = self.all_gather(message).cpu()
+        for rank, peer in enumerate(peers):
+            words = bytes(peer.tolist()).rstrip(b"\0").decode(errors="replace")
+            if words and failure is None:
+                raise RankError(f"rank {rank} of {self.size} failed, this rank ({self.rank}) stops with it. {words}")
+
+
+def init_expert_group() -> ExpertGroup:
+    """The group of all launched processes, its communication started on the first call.
+
+    Reads the launcher's ``WORLD_SIZE`` and ``RANK``. gloo on CPUs, NCCL on CUDA devices.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return ExpertGroup()
+    # DeepSpeed's shared-memory all-reduce reads LOCAL_SIZE, which torchrun does not set, and crashes without it.
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    from deepspeed import comm, init_distributed
+
+    if not comm.is_initialized():
+        init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+    return ExpertGroup(rank=comm.get_rank(), size=comm.get_world_size())
+
+
+def require_world_size(wanted: int | Callable[[int], bool], command: str) -> int:
+    """World size of this launch; where it is not as wanted, exit with the right command in the message.
+
+    Args:
+        wanted: the exact number, or a test of it (at least 2, say).
+        command: what to type instead.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if not (wanted(size) if callable(wanted) else size == wanted):
+        number = "another number" if callable(wanted) else str(wanted)
+        raise SystemExit(f"this recipe runs on {number} of processes, not {size}; launch it with:\n  {command}")
+    return size

@@ -1,0 +1,77 @@
+"""Pictures: co-activation before and after placement, and the trade-off between traffic and balance. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cap_hf.layout import ExpertLayout
+from cap_hf.metrics import jaccard
+from cap_hf.trace import RoutingTrace
+
+__all__ = ["plot_coactivation", "plot_tradeoff"]
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib; install cap_hf[plots]") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def plot_coactivation(trace: RoutingTrace, layouts: Mapping[str, ExpertLayout], path: str | Path, layer: int = 0) -> None:
+    """Heat map of one layer's co-activation under each layout, experts ordered by rank, rank borders drawn.
+
+    Args:
+        trace: routing that the co-activation is counted on.
+        layouts: title -> layout.
+        path: picture to write (.png, .svg, .pdf).
+        layer: number of the MoE layer, from 0.
+    """
+    pyplot = _pyplot()
+    p = jaccard(trace)[layer]
+    figure, axes = pyplot.subplots(1, len(layouts), figsize=(4.6 * len(layouts) + 0.8, 4.6), squeeze=False, layout="constrained")
+    for axis, (title, layout) in zip(axes[0], layouts.items(), strict=True):
+        ranks = layout.expert_to_rank[layer]
+        order = np.argsort(ranks, kind="stable")
+        inside = p[ranks[:, None] == ranks[None, :]].sum() / p.sum() if p.sum() else 0.0
+        image = axis.imshow(p[np.ix_(order, order)], cmap="magma", vmin=0, vmax=float(np.quantile(p, 0.995)) or 1.0, interpolation="nearest")
+        for border in np.cumsum(np.bincount(ranks, minlength=layout.num_ranks))[:-1] - 0.5:
+            axis.axhline(border, color="white", linewidth=0.6)
+            axis.axvline(border, color="white", linewidth=0.6)
+        axis.set_title(f"{title}: {inside:.0%} inside ranks", fontsize=10)
+        axis.set_xlabel("expert, ordered by rank")
+    axes[0][0].set_ylabel(f"expert, MoE layer {trace.layer_ids[layer]} of the model")
+    figure.colorbar(image, ax=axes[0].tolist(), label="co-activation p_ij (Jaccard)", shrink=0.85)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def plot_tradeoff(series: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, chosen: tuple[float, float] | None = None) -> None:
+    """Devices per token against load imbalance; lower left is better.
+
+    Args:
+        series: name -> points (devices per token, load imbalance); several points are joined, a spectrum for one.
+        path: picture to write.
+        chosen: a point to ring.
+    """
+    pyplot = _pyplot()
+    figure, axis = pyplot.subplots(figsize=(6.2, 4.4), layout="constrained")
+    for (name, points), marker in zip(series.items(), "osD^vP*X<>" * len(series), strict=False):
+        x, y = zip(*points, strict=True)
+        axis.plot(x, y, marker=marker, linewidth=1.0, markersize=6, label=name)
+    if chosen is not None:
+        axis.plot(*chosen, marker="o", markersize=15, markerfacecolor="none", markeredgecolor="black", linestyle="none", label="chosen by measurement")
+    axis.set_xlabel("devices per token (less traffic to the left)")
+    axis.set_ylabel("load imbalance, busiest / mean (1 is perfect)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

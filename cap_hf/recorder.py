@@ -1,0 +1,141 @@
+"""Records the routing of a live model: ids and scores after pruning, request by request, padding left out.
+
+Letters: ``L`` MoE layers, ``T`` tokens, ``K`` experts per token, ``B`` rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from cap_hf.trace import RoutingTrace
+
+if TYPE_CHECKING:
+    from cap_hf.modeling import CAPMoEModel
+
+__all__ = ["RoutingRecorder", "record_texts"]
+
+
+class RoutingRecorder:
+    """Use around forwards or ``generate``; every batch row is a request, and decoding continues the rows of its prompt.
+
+    ::
+
+        with RoutingRecorder(model) as recorder:
+            model(**batch)
+        trace = recorder.trace()
+    """
+
+    def __init__(self, model: CAPMoEModel) -> None:
+        self._model = model
+        self._ids: list[list[torch.Tensor]] = [[] for _ in range(model.layout.num_layers)]
+        self._weights: list[list[torch.Tensor]] = [[] for _ in range(model.layout.num_layers)]
+        self._requests: list[torch.Tensor] = []
+        self._keep: torch.Tensor | None = None
+        self._num_requests = 0
+        self.paused = False
+        """Forwards run while this is set are not recorded: those that only keep other ranks company."""
+        self.num_tokens = 0
+        """Tokens recorded so far on this rank."""
+
+    def __enter__(self) -> RoutingRecorder:
+        self._model.attach(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._model.attach(None)
+
+    def begin_forward(self, recorded: torch.Tensor, continues: bool) -> None:
+        """Told by the model before each forward: which tokens count, (B, S) bool, and whether rows continue earlier ones."""
+        batch_size = len(recorded)
+        if self.paused:
+            recorded = torch.zeros_like(recorded)
+        elif not continues:
+            self._num_requests += batch_size
+        request = torch.arange(self._num_requests - batch_size, self._num_requests)  # unused rows of a paused forward fall out below
+        flat = recorded.flatten()
+        self._keep = None if bool(flat.all()) else flat
+        rows = request[:, None].expand(recorded.shape).flatten()
+        self._requests.append(rows if self._keep is None else rows[flat.cpu()])
+        self.num_tokens += len(self._requests[-1])
+
+    def observe(self, layer: int, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> None:
+        """Told by the experts hook: one layer's ids (T, K), -1 = pruned, and weights (T, K)."""
+        if self._keep is not None:
+            expert_ids, expert_weights = expert_ids[self._keep], expert_weights[self._keep]
+        self._ids[layer].append(expert_ids.detach().to(torch.int16))
+        self._weights[layer].append(expert_weights.detach())
+
+    def trace(self) -> RoutingTrace:
+        """What was recorded on all ranks of the model's group (each must call), requests of rank 0 first.
+
+        Raises:
+            ValueError: no token was recorded on any rank.
+        """
+        group, top_k = self._model.group, self._model.top_k
+        ids = [torch.cat(layer) if layer else torch.zeros((0, top_k), dtype=torch.int16) for layer in self._ids]
+        weights = [torch.cat(layer).float() if layer else torch.zeros((0, top_k)) for layer in self._weights]
+        requests = torch.cat(self._requests) if self._requests else torch.zeros(0, dtype=torch.long)
+        order = torch.sort(requests, stable=True).indices.to(ids[0].device)
+        lengths = torch.bincount(requests, minlength=self._num_requests).to(ids[0].device)
+        all_ids = group.gather_rows(torch.stack(ids, dim=1)[order])  # (T, L, K)
+        all_weights = group.gather_rows(torch.stack(weights, dim=1)[order])
+        all_lengths = group.gather_rows(lengths)
+        if len(all_ids) == 0:
+            raise ValueError("0 tokens were recorded; run 1 forward or more with unpadded tokens inside the recorder's context")
+        kept_ids = np.ascontiguousarray(all_ids.cpu().numpy().transpose(1, 0, 2))
+        kept_weights = np.where(kept_ids >= 0, all_weights.cpu().numpy().transpose(1, 0, 2), 0)
+        layout = self._model.layout
+        return RoutingTrace(kept_ids, layout.num_experts, kept_weights, layout.layer_ids, all_lengths.cpu().numpy())
+
+
+def record_texts(
+    model: CAPMoEModel, tokenizer: Any, texts: Sequence[str], num_tokens: int = 8000, batch_size: int = 4, progress: bool = True
+) -> RoutingTrace:
+    """Routing of about ``num_tokens`` tokens of ``texts``, each text a request cut at the model's context length.
+
+    Every rank gives the same texts and runs its share of them. Stops after the batch that reaches ``num_tokens``.
+
+    Raises:
+        ValueError: on every rank, before the first forward, if the texts yield no tokens or an argument is below 1.
+    """
+    group = model.group
+    with group.all_or_none():
+        if num_tokens < 1 or batch_size < 1:
+            raise ValueError(f"num_tokens is {num_tokens} and batch_size {batch_size}; both must be 1 or more")
+        requests = _tokenized(model, tokenizer, texts, num_tokens)
+    steps = -(-len(requests) // (batch_size * group.size))
+    with RoutingRecorder(model) as recorder, torch.no_grad():
+        for step in tqdm(range(steps), desc="recording routing", unit="batch", disable=not progress or group.rank > 0 or steps < 3):
+            start = (step * group.size + group.rank) * batch_size
+            batch = requests[start : start + batch_size]
+            recorder.paused = not batch  # a rank without texts left keeps the others company
+            model(**_padded(batch or requests[:1], model.device), use_cache=False, logits_to_keep=1)
+        return recorder.trace()
+
+
+def _tokenized(model: CAPMoEModel, tokenizer: Any, texts: Sequence[str], num_tokens: int) -> list[list[int]]:
+    """Token ids of as many texts as hold ``num_tokens`` tokens."""
+    longest, left = int(model.config.max_position_embeddings), num_tokens
+    requests: list[list[int]] = []
+    for text in texts:
+        ids = tokenizer(text, truncation=True, max_length=min(longest, left))["input_ids"]
+        requests += [ids] if ids else []
+        left -= len(ids)
+        if left == 0:
+            break
+    if not requests:
+        raise ValueError(f"{len(texts)} texts yield 0 tokens, 1 or more needed; give texts that are not empty")
+    return requests
+
+
+def _padded(requests: Sequence[list[int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Right-padded batch: input_ids and attention_mask, (B, S)."""
+    longest = max(map(len, requests))
+    ids = torch.tensor([[*request, *[0] * (longest - len(request))] for request in requests], device=device)
+    mask = torch.tensor([[1] * len(request) + [0] * (longest - len(request)) for request in requests], device=device)
+    return {"input_ids": ids, "attention_mask": mask}
