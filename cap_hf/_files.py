@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["read_arrays", "read_json", "write_arrays", "write_json"]
+__all__ = ["format_of", "read_arrays", "read_json", "write_arrays", "write_json"]
 
 VERSION = 1  # of every file format below; a reader refuses a newer one
 
@@ -87,3 +87,26 @@ def read_arrays(path: str | Path, kind: str) -> tuple[dict[str, np.ndarray], dic
         raise ValueError(f"{kind} file {path} cannot be read ({error}); give the path of an existing file") from error
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or not a safetensors file ({error}); save the {kind} again") from error
+
+
+def format_of(path: str | Path) -> str | None:
+    """Kind of content ("trace", "layout", ...) a file says it holds; None for a file of another program.
+
+    Raises:
+        ValueError: no such file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the path of an existing file")
+    try:
+        with safe_open(path, framework="np") as handle:
+            header = handle.metadata() or {}
+    except SafetensorError:
+        try:
+            header = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            return None
+    name = header.get("format") if isinstance(header, dict) else None
+    return name.removeprefix("cap_hf.") if isinstance(name, str) and name.startswith("cap_hf.") else None

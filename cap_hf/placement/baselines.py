@@ -17,9 +17,7 @@ def rank_capacities(num_experts: int, num_ranks: int) -> np.ndarray:
         ValueError: fewer experts than ranks, or no rank.
     """
     if not 1 <= num_ranks <= num_experts:
-        raise ValueError(
-            f"{num_experts} experts per layer for {num_ranks} ranks; every rank needs an expert: use 1 to {num_experts} ranks"
-        )
+        raise ValueError(f"{num_experts} experts per layer for {num_ranks} ranks; every rank needs an expert: use 1 to {num_experts} ranks")
     return num_experts // num_ranks + (np.arange(num_ranks) < num_experts % num_ranks)
 
 

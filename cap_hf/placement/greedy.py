@@ -15,6 +15,8 @@ from cap_hf.topology import Topology
 
 __all__ = ["greedy_groups", "greedy_layer", "greedy_layers", "groups_to_nodes"]
 
+SAME_WEIGHT = 1e-9  # differences of summed weights below this are rounding: a tie
+
 
 def greedy_groups(p: np.ndarray, capacities: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Group of each vertex, (E,), every group exactly as large as asked.
@@ -42,13 +44,15 @@ def greedy_groups(p: np.ndarray, capacities: np.ndarray, rng: np.random.Generato
         affinity[to] += p[vertex]
         affinity[:, vertex] = -np.inf  # no later addition brings it back
 
-    for turn, seed in enumerate(np.argsort(-p.sum(axis=1), kind="stable")[:num_groups]):
+    degrees = np.round(p.sum(axis=1) / SAME_WEIGHT)  # equal sums stay equal in whatever order they were added
+    for turn, seed in enumerate(np.argsort(-degrees, kind="stable")[:num_groups]):
         assign(int(seed), turn)
     for turn in _turns(capacities):
-        best = int(affinity[turn].argmax())
-        if affinity[turn, best] == 0:
-            best = int(rng.choice(np.flatnonzero(group < 0)))
-        assign(best, turn)
+        best = affinity[turn].max()
+        if best == 0:
+            assign(int(rng.choice(np.flatnonzero(group < 0))), turn)
+        else:
+            assign(int((affinity[turn] >= best - SAME_WEIGHT).argmax()), turn)
     return group
 
 
@@ -81,7 +85,7 @@ def groups_to_nodes(p: np.ndarray, expert_to_group: np.ndarray, num_nodes: int, 
     """
     num_groups = int(expert_to_group.max()) + 1
     if num_nodes < 1 or num_groups % num_nodes:
-        raise ValueError(f"{num_groups} groups for {num_nodes} nodes; the number of nodes must divide {num_groups}: use equally large nodes")
+        raise ValueError(f"{num_groups} groups for {num_nodes} nodes; the number must divide {num_groups}: use equally large nodes")
     member = np.eye(num_groups)[expert_to_group]  # (E, R) one-hot
     between = member.T @ p @ member
     np.fill_diagonal(between, 0.0)
@@ -100,7 +104,8 @@ def greedy_layer(p: np.ndarray, topology: Topology, rng: np.random.Generator) ->
     expert_to_group = greedy_groups(p, rank_capacities(len(p), topology.num_ranks), rng)
     nodes = groups_to_nodes(p, expert_to_group, topology.num_nodes, rng)
     group_to_rank = np.argsort(np.argsort(nodes, kind="stable"))  # nodes hold consecutive ranks
-    return group_to_rank[expert_to_group]
+    expert_to_rank: np.ndarray = group_to_rank[expert_to_group]
+    return expert_to_rank
 
 
 def greedy_layers(p: np.ndarray, topology: Topology, seed: int = 0) -> np.ndarray:

@@ -1,0 +1,73 @@
+# Every target sets up what it needs in .venv, once; `make` alone lists them. Extra arguments go in ARGS="...".
+
+SHELL := /bin/bash
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+LAUNCH := $(BIN)/accelerate launch --use_deepspeed --zero_stage 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+# More threads than cores collapse when several ranks share a machine.
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := PASSIVE
+export TOKENIZERS_PARALLELISM := false
+# DeepSpeed finds ninja by PATH, and keeps what it compiles here.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+
+# Named after the content of the files that say what to install, so that a new clone or a touched file installs nothing again.
+INSTALLED := $(VENV)/.installed-$(shell cat setup.cfg pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quality style test demo bench eval clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## create .venv with the pinned packages (every target below does this by itself)
+
+quality: $(INSTALLED) ## check lint, format and types; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: $(INSTALLED) ## fix what ruff can fix, and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: $(INSTALLED) ## run the tests; ARGS="-k dispatch" for some of them
+	$(BIN)/python -m pytest tests $(ARGS)
+
+# On the CPUs of any machine: fewer than four GPUs would not do for four ranks.
+demo: $(INSTALLED) ## place, prune and run an embedded model on four processes
+	CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu $(LAUNCH) --num_processes 4 recipes/demo.py $(ARGS)
+
+bench: $(INSTALLED) ## run every recipes/bench_*.py
+	@for recipe in $(sort $(wildcard recipes/bench_*.py)); do echo "== $$recipe"; $(BIN)/python $$recipe $(ARGS) || exit 1; done
+
+eval: $(INSTALLED) ## perplexity of the embedded models against the pruning threshold
+	$(BIN)/python eval/perplexity.py $(ARGS)
+
+clean: ## remove caches and package builds; .venv and recipes' results stay
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info dist build/lib build/bdist.*
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(INSTALLED):
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; name a Python 3.11: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Setting up $(VENV); the first time this takes some minutes"
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(MAKE) --no-print-directory compiled
+	rm -f $(VENV)/.installed-*
+	touch $@
+
+# DeepSpeed compiles one operator when communication starts on CPUs; here it does so once, in one process, not in every first run.
+# A compiler that was killed leaves a lock that later runs would wait on for ever.
+.PHONY: compiled
+compiled:
+	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
+	@if command -v $${CXX:-c++} >/dev/null; then \
+	  echo "Compiling DeepSpeed's CPU communication, a minute or two"; \
+	  DS_ACCELERATOR=cpu $(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)' \
+	    || echo "It did not compile; DeepSpeed will try again when it is used" >&2; \
+	else echo "No C++ compiler: skipping DeepSpeed's CPU communication operator"; fi

@@ -1,0 +1,250 @@
+"""One process: the wrapped model against plain Transformers, pruning, virtual ranks, loading and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
+
+from cap_hf import CAPConfig, CAPMoEModel, ExpertLayout, RoutingRecorder, Topology
+from cap_hf.families import FAMILIES, family_of
+from cap_hf.models import EMBEDDED_MODELS, embedded_model
+from cap_hf.parallel.loading import own_shard_class
+from cap_hf.recorder import record_texts
+
+TEXT = "The river rises in the hills and flows south. def add(a, b): return a + b. Question: how many apples are left?"
+SIZES: dict[str, Any] = dict(vocab_size=97, hidden_size=32, num_attention_heads=4, moe_intermediate_size=16, intermediate_size=48, num_experts_per_tok=3)
+MLA: dict[str, Any] = dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_shared_experts=1)
+CONFIGS = {  # dense layers in between: layer 1 by mlp_only_layers, layers 0, 2 by decoder_sparse_step, layer 0 by first_k_dense_replace
+    "qwen3_moe, dense layer": (Qwen3MoeConfig(**SIZES, num_hidden_layers=3, num_key_value_heads=2, head_dim=8, num_experts=8, mlp_only_layers=[1]), [0, 2]),
+    "qwen3_moe, every second": (
+        Qwen3MoeConfig(**SIZES, num_hidden_layers=4, num_key_value_heads=2, head_dim=8, num_experts=8, decoder_sparse_step=2),
+        [1, 3],
+    ),
+    "deepseek_v2, groups": (
+        DeepseekV2Config(
+            **SIZES, **MLA, num_hidden_layers=3, n_routed_experts=8, first_k_dense_replace=1, topk_method="group_limited_greedy", n_group=4,
+            topk_group=2, routed_scaling_factor=2.0,
+        ),
+        [1, 2],
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config(
+            **SIZES, **MLA, num_hidden_layers=3, n_routed_experts=8, first_k_dense_replace=1, n_group=2, topk_group=1, norm_topk_prob=True,
+            routed_scaling_factor=2.5, num_key_value_heads=4,
+        ),
+        [1, 2],
+    ),
+}  # fmt: skip
+
+
+def plain(name: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(embedded_model(name), dtype=torch.float32, experts_implementation="grouped_mm").eval()
+
+
+def load(name: str, **config: Any) -> CAPMoEModel:
+    return CAPMoEModel.from_pretrained(embedded_model(name), cap_config=CAPConfig(**config), dtype=torch.float32)
+
+
+def batch(name: str, rows: int = 4) -> torch.Tensor:
+    ids = AutoTokenizer.from_pretrained(embedded_model(name))(TEXT)["input_ids"]
+    return torch.tensor([ids[row : row + 20] for row in range(rows)])
+
+
+def interleaved(name: str, num_ranks: int) -> ExpertLayout:
+    layer_ids = family_of(plain(name).config).moe_layer_ids(plain(name).config)
+    return ExpertLayout(np.tile(np.arange(64) % num_ranks, (len(layer_ids), 1)), Topology(num_ranks), layer_ids)
+
+
+def tiny(config: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="grouped_mm").eval()
+    for parameter in model.parameters():  # the default start leaves routers nearly tied
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_families_find_their_layers_and_equal_transformers(case: str, tmp_path: Path) -> None:
+    config, layer_ids = CONFIGS[case]
+    assert family_of(config).moe_layer_ids(config) == layer_ids
+    reference = tiny(config)
+    reference.save_pretrained(tmp_path)
+    model = CAPMoEModel.from_pretrained(tmp_path, cap_config=CAPConfig())
+    ids = torch.arange(24).reshape(2, 12) * 3 % 97
+    with torch.no_grad():
+        want = reference(input_ids=ids).logits
+        assert torch.equal(model(input_ids=ids).logits, want)
+        model.apply_layout(ExpertLayout(np.tile(np.arange(8) % 3, (len(layer_ids), 1)), Topology(3), layer_ids))
+        model.set_pruning("device", 1e-9)  # takes the path of rows and sums, but nothing can be dropped
+        torch.testing.assert_close(model(input_ids=ids).logits, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EMBEDDED_MODELS)
+@pytest.mark.parametrize("rule", ["expert", "device"])
+def test_threshold_zero_is_bit_identical(name: str, rule: str) -> None:
+    with torch.no_grad():
+        want = load(name)(input_ids=batch(name)).logits
+        got = load(name, layout=interleaved(name, 4), pruning=rule, prune_threshold=0.0)(input_ids=batch(name)).logits
+    assert torch.equal(got, want)
+    assert torch.equal(plain(name)(input_ids=batch(name)).logits, want)
+
+
+@pytest.mark.parametrize("name", EMBEDDED_MODELS)
+@pytest.mark.parametrize("rule", ["expert", "device"])
+def test_threshold_just_below_one_keeps_the_least_possible(name: str, rule: str) -> None:
+    model = load(name, layout=interleaved(name, 4), pruning=rule, prune_threshold=0.999999)
+    with RoutingRecorder(model) as recorder, torch.no_grad():
+        logits = model(input_ids=batch(name)).logits
+    assert torch.isfinite(logits).all()
+    trace = recorder.trace()
+    kept = (trace.expert_ids >= 0).sum(axis=2)
+    assert (kept >= 1).all()
+    if rule == "expert":
+        assert (kept == 1).all()
+    else:
+        ranks = np.where(trace.expert_ids >= 0, trace.expert_ids % 4, -1)
+        assert max(len(set(token) - {-1}) for layer in ranks for token in layer.tolist()) == 1
+
+
+def test_pruning_uses_the_rank_that_plays_the_row() -> None:
+    """Row b belongs to rank b mod R, whose own experts cost nothing: they are all kept."""
+    name = EMBEDDED_MODELS[0]
+    model = load(name, layout=interleaved(name, 4), pruning="device", prune_threshold=0.6)
+    unpruned = load(name)
+    with torch.no_grad(), RoutingRecorder(model) as pruned, RoutingRecorder(unpruned) as free:
+        model(input_ids=batch(name))
+        unpruned(input_ids=batch(name))
+    source = np.repeat(np.arange(4), 20)
+    ours, all_ids = pruned.trace().expert_ids[0], free.trace().expert_ids[0]  # later layers see changed hidden states
+    for token in range(80):
+        own = {int(e) for e in all_ids[token] if e % 4 == source[token]}
+        assert own <= set(ours[token].tolist())
+    assert (ours == -1).any()
+
+
+def test_renormalising_scales_each_token_back_to_its_own_sum() -> None:
+    name = EMBEDDED_MODELS[1]  # gates that do not sum to 1
+    model = load(name, layout=interleaved(name, 4), pruning="device", prune_threshold=0.4, renormalize=True)
+    with torch.no_grad(), RoutingRecorder(model) as recorder, RoutingRecorder(plain_model := load(name)) as free:
+        model(input_ids=batch(name))
+        plain_model(input_ids=batch(name))
+    sums = [trace.expert_weights[0].sum(axis=1) for trace in (recorder.trace(), free.trace())]
+    assert (recorder.trace().expert_ids[0] == -1).any()
+    np.testing.assert_allclose(sums[0], sums[1], rtol=1e-5)
+
+
+def test_generate_continues_requests_in_the_recorder() -> None:
+    name = EMBEDDED_MODELS[0]
+    model = load(name)
+    with RoutingRecorder(model) as recorder:
+        model.generate(batch(name, 2), max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert recorder.trace().request_lengths.tolist() == [24, 24]  # 20 of the prompt, 4 fed back; the fifth is never fed
+
+
+def test_record_texts_cuts_at_num_tokens_and_keeps_requests() -> None:
+    name = EMBEDDED_MODELS[0]
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model(name))
+    lengths = [len(tokenizer(text)["input_ids"]) for text in (TEXT, "A short one.")]
+    trace = record_texts(load(name), tokenizer, [TEXT, "", "A short one.", TEXT], num_tokens=sum(lengths) + 3, progress=False)
+    assert trace.request_lengths.tolist() == [*lengths, 3]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_own_shard_reads_only_its_experts(packed: bool, tmp_path: Path) -> None:
+    """Per-expert and packed checkpoints, an uneven choice, a layer without any expert."""
+    config, _ = CONFIGS["qwen3_moe, dense layer"]
+    reference = tiny(config)
+    if packed:
+        save_file({key: value.contiguous() for key, value in reference.state_dict().items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        config.architectures = ["Qwen3MoeForCausalLM"]
+        config.save_pretrained(tmp_path)
+    else:
+        reference.save_pretrained(tmp_path)
+    owned = {0: [1, 4, 6], 2: []}
+    shard = own_shard_class(type(reference), FAMILIES["qwen3_moe"], owned).from_pretrained(tmp_path)
+    for layer_id, experts in owned.items():
+        for name in ("gate_up_proj", "down_proj"):
+            got = getattr(shard.model.layers[layer_id].mlp.experts, name)
+            assert torch.equal(got, getattr(reference.model.layers[layer_id].mlp.experts, name)[experts])
+    dense = {key: value for key, value in reference.state_dict().items() if ".experts." not in key}
+    assert all(torch.equal(shard.state_dict()[key], value) for key, value in dense.items())
+
+
+def test_half_precision_is_what_the_user_asked_for() -> None:
+    model = CAPMoEModel.from_pretrained(embedded_model(), dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        assert model(input_ids=batch(EMBEDDED_MODELS[0])).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"experts_implementation": "eager"}, "experts_implementation='eager' contradicts cap_config"),
+        ({"tp_plan": "auto"}, "tp_plan='auto' contradicts cap_config"),
+    ],
+)
+def test_contradicting_arguments_are_refused(kwargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CAPMoEModel.from_pretrained(embedded_model(), **kwargs)
+
+
+def test_unsupported_and_moe_less_models_are_refused_by_name(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2).save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match="'llama' is not supported; supported: qwen3_moe, deepseek_v2, deepseek_v3"):
+        CAPMoEModel.from_pretrained(tmp_path / "llama")
+    Qwen3MoeConfig(**SIZES, num_hidden_layers=2, num_key_value_heads=2, num_experts=8, mlp_only_layers=[0, 1]).save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="2 layers and 0 MoE layers"):
+        CAPMoEModel.from_pretrained(tmp_path / "dense")
+
+
+def test_quantised_pickled_and_truncated_checkpoints_are_refused(tmp_path: Path) -> None:
+    config, _ = CONFIGS["qwen3_moe, dense layer"]
+    model = tiny(config)
+    model.save_pretrained(tmp_path)
+    file, config_file = tmp_path / "model.safetensors", tmp_path / "config.json"
+    whole, settings = file.read_bytes(), json.loads(config_file.read_text())
+
+    config_file.write_text(json.dumps(settings | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match="quantised"):
+        CAPMoEModel.from_pretrained(tmp_path)
+    config_file.write_text(json.dumps(settings))
+
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="truncated or not safetensors"):
+        CAPMoEModel.from_pretrained(tmp_path)
+
+    file.write_bytes(whole)
+    tensors = load_file(file)
+    del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.2\.mlp\.experts\.5\.up_proj\.weight"):
+        CAPMoEModel.from_pretrained(tmp_path)
+
+    file.unlink()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="is not safetensors"):
+        CAPMoEModel.from_pretrained(tmp_path)
+
+
+def test_saving_from_one_process_round_trips(tmp_path: Path) -> None:
+    model = load(EMBEDDED_MODELS[1], layout=interleaved(EMBEDDED_MODELS[1], 4))
+    model.save_pretrained(tmp_path)
+    saved, original = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), plain(EMBEDDED_MODELS[1]).state_dict()
+    assert all(torch.equal(saved[key], original[key]) for key in original) and saved.keys() == original.keys()
+
+
+def test_wrapping_a_live_model_equals_loading_it() -> None:
+    name = EMBEDDED_MODELS[0]
+    wrapped = CAPMoEModel(plain(name), CAPConfig(layout=interleaved(name, 4), pruning="device", prune_threshold=0.2))
+    loaded = load(name, layout=interleaved(name, 4), pruning="device", prune_threshold=0.2)
+    with torch.no_grad():
+        assert torch.equal(wrapped(input_ids=batch(name)).logits, loaded(input_ids=batch(name)).logits)
+    assert wrapped.config is wrapped.model.config  # what is not ours is the wrapped model's

@@ -1,0 +1,370 @@
+"""Real gloo ranks against plain Transformers: logits, bytes, generation, saving, moving experts, errors on every rank."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cap_hf import CAPConfig, CAPMoEModel, ExpertLayout, RoutingRecorder, Topology
+from cap_hf.families import family_of
+from cap_hf.models import EMBEDDED_MODELS, embedded_model
+from cap_hf.parallel.groups import RankError, init_expert_group
+from cap_hf.parallel.loading import experts_module
+from cap_hf.recorder import record_texts
+
+HIDDEN, NUM_EXPERTS, NUM_LAYERS = 192, 64, 4  # of both embedded models; both keep 4 MoE layers
+TEXTS = [
+    "The river rises in the hills north of the town and flows south for twelve miles.",
+    "Question: Ann has 3 apples and buys 4 more. How many apples does she have?",
+    "def add(a, b):\n    return a + b\n",
+    "We study the spectrum of a random matrix ensemble and prove a central limit theorem.",
+    "The church was built in 1852.",
+]
+
+
+@lru_cache
+def plain(name: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(embedded_model(name), dtype=torch.float32, experts_implementation="grouped_mm").eval()
+
+
+@lru_cache
+def tokenizer(name: str) -> Any:
+    return AutoTokenizer.from_pretrained(embedded_model(name))
+
+
+def layout_named(kind: str, name: str, num_ranks: int) -> ExpertLayout:
+    """Sequential, permuted with equal counts, uneven counts, or all experts on the last rank."""
+    layer_ids = family_of(plain(name).config).moe_layer_ids(plain(name).config)
+    rng = np.random.default_rng(7)
+    rows = {
+        "sequential": lambda: np.arange(NUM_EXPERTS) * num_ranks // NUM_EXPERTS,
+        "permuted": lambda: rng.permutation(NUM_EXPERTS) % num_ranks,
+        "uneven": lambda: rng.choice(num_ranks, NUM_EXPERTS, p=np.arange(1, num_ranks + 1) / sum(range(num_ranks + 1))),
+        "one rank": lambda: np.full(NUM_EXPERTS, num_ranks - 1),
+    }
+    return ExpertLayout(np.stack([rows[kind]() for _ in layer_ids]), Topology(num_ranks), layer_ids)
+
+
+def load(name: str, layout: ExpertLayout | None, **config: Any) -> CAPMoEModel:
+    return CAPMoEModel.from_pretrained(embedded_model(name), cap_config=CAPConfig(layout=layout, **config), dtype=torch.float32)
+
+
+def own_ids(name: str, rank: int) -> torch.Tensor:
+    """Other text on every rank, in other shapes: (rank + 1, 9 + 3 * rank) token ids."""
+    ids = tokenizer(name)(" ".join(TEXTS * 3))["input_ids"]
+    length = 9 + 3 * rank
+    return torch.tensor([ids[5 * row + rank : 5 * row + rank + length] for row in range(rank + 1)])
+
+
+def expected_traffic(name: str, layout: ExpertLayout, ids: torch.Tensor, rank: int) -> tuple[int, int, int]:
+    """Rows this rank sends, bytes of its dispatches, and rows by destination, from the plain model's own routing."""
+    with torch.no_grad():
+        logits = plain(name)(input_ids=ids, output_router_logits=True).router_logits
+    rows = pairs = 0
+    for layer, router in enumerate(logits):
+        chosen = router.softmax(-1).topk(plain(name).config.num_experts_per_tok).indices.numpy()
+        ranks = layout.expert_to_rank[layer][chosen]
+        rows += sum(len(set(token.tolist()) - {rank}) for token in ranks)
+        pairs += int((ranks != rank).sum())
+    return rows, rows * (HIDDEN * 4 + 1) + pairs * (4 + 2), pairs
+
+
+# ---- functions that run on every rank ----
+
+
+def rank_logits(name: str, kind: str) -> dict[str, Any]:
+    group = init_expert_group()
+    layout = layout_named(kind, name, group.size)
+    model = load(name, layout)
+    ids = own_ids(name, group.rank)
+    model.traffic.reset()
+    with torch.no_grad():
+        got, want = model(input_ids=ids).logits, plain(name)(input_ids=ids).logits
+    traffic = vars(model.traffic).copy()
+    rows, dispatch_bytes, _ = expected_traffic(name, layout, ids, group.rank)
+    others = group.all_gather(torch.tensor([rows])).flatten().tolist()
+    return {"difference": float((got - want).abs().max()), "traffic": traffic, "rows": rows, "dispatch_bytes": dispatch_bytes, "all_rows": others}
+
+
+def rank_pruned_logits(name: str, threshold: float) -> float:
+    """Several ranks against one process that plays them all: row r of its batch belongs to rank r."""
+    group = init_expert_group()
+    layout = layout_named("permuted", name, group.size)
+    model = load(name, layout, pruning="device", prune_threshold=threshold)
+    ids = torch.tensor([tokenizer(name)(" ".join(TEXTS))["input_ids"][row : row + 24] for row in range(group.size)])
+    with torch.no_grad():
+        return float((model(input_ids=ids[group.rank : group.rank + 1]).logits - torch.load(_shared_file("virtual"))[group.rank]).abs().max())
+
+
+def _shared_file(name: str) -> Path:
+    return Path("/tmp") / f"cap_hf_test_{name}.pt"
+
+
+def rank_layer_extremes(name: str) -> dict[str, float]:
+    """The hook itself with no token on rank 0, with one token, and with every expert on the last rank."""
+    group = init_expert_group()
+    differences = {}
+    for kind in ("permuted", "one rank"):
+        model = load(name, layout_named(kind, name, group.size))
+        layer_id = model.layout.layer_ids[0]
+        for num_tokens in (0, 1, 5):
+            generator = torch.Generator().manual_seed(group.rank)
+            count = 0 if group.rank == 0 and num_tokens == 5 else num_tokens
+            hidden = torch.randn((count, HIDDEN), generator=generator)
+            ids = torch.rand((count, NUM_EXPERTS), generator=generator).topk(4).indices
+            weights = torch.rand((count, 4), generator=generator)
+            with torch.no_grad():
+                got = experts_module(model.model, model.family, layer_id)(hidden, ids, weights)
+                reference = experts_module(plain(name), model.family, layer_id)
+                want = reference(hidden, ids, weights) if count else hidden
+            assert got.shape == (count, HIDDEN)
+            differences[f"{kind}, {num_tokens}"] = float((got - want).abs().max()) if count else 0.0
+    return differences
+
+
+def rank_gradients(name: str) -> dict[str, float]:
+    """Gradients of one layer's experts and inputs under two ranks against the plain layer."""
+    group = init_expert_group()
+    model = load(name, layout_named("permuted", name, group.size))
+    layer_id = model.layout.layer_ids[0]
+    reference = experts_module(plain(name), model.family, layer_id)
+    generator = torch.Generator().manual_seed(group.rank)
+    hidden = torch.randn((6, HIDDEN), generator=generator)
+    ids = torch.rand((6, NUM_EXPERTS), generator=generator).topk(4).indices
+    weights = torch.rand((6, 4), generator=generator)
+    grads = []
+    for experts in (experts_module(model.model, model.family, layer_id), reference):
+        inputs = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        experts.zero_grad()
+        experts(inputs[0], ids, inputs[1]).square().sum().backward()
+        grads.append((inputs[0].grad, inputs[1].grad, experts.down_proj.grad.clone()))
+    whole = group.all_gather(grads[1][2]).sum(dim=0)  # an expert's gradient gathers every rank's tokens
+    own = whole[model.layout.experts_of(0, group.rank)]
+    pairs = zip((*grads[0][:2], grads[0][2]), (*grads[1][:2], own), ("hidden", "weights", "experts"), strict=True)
+    return {what: float((got - want).abs().max() / want.abs().max()) for got, want, what in pairs}
+
+
+def rank_generate(name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Other batch size, prompt length and stopping point on every rank; returns (plain, ours)."""
+    group = init_expert_group()
+    prompt = own_ids(name, group.rank)
+    options: dict[str, Any] = {"max_new_tokens": 3 + 4 * (group.size - group.rank), "do_sample": False}
+    want = plain(name).generate(prompt, **options)
+    got = load(name, layout_named("permuted", name, group.size)).generate(prompt, **options)
+    return want.tolist(), got.tolist()
+
+
+def rank_generate_with_eos(name: str) -> tuple[list[list[int]], list[list[int]], int, int]:
+    """A token that the rank's first row really produces ends that row early."""
+    group = init_expert_group()
+    prompt = own_ids(name, 1)
+    free = plain(name).generate(prompt, max_new_tokens=8, do_sample=False)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": int(free[0, prompt.shape[1] + 1 + group.rank])}
+    model = load(name, layout_named("permuted", name, group.size))
+    with RoutingRecorder(model) as recorder:
+        got = model.generate(prompt, **options)
+    want = plain(name).generate(prompt, **options)
+    new = want[:, prompt.shape[1] :]
+    fed = 0  # tokens that a finished row no longer adds: those after its end-of-text, and that itself
+    for row in new.tolist():
+        end = row.index(options["eos_token_id"]) if options["eos_token_id"] in row else len(row) - 1
+        fed += end
+    return want.tolist(), got.tolist(), recorder.num_tokens, prompt.numel() + fed
+
+
+def rank_save(name: str, folder: str) -> None:
+    group = init_expert_group()
+    load(name, layout_named("uneven", name, group.size)).save_pretrained(folder)
+
+
+def rank_move(name: str) -> dict[str, Any]:
+    group = init_expert_group()
+    old, new = (layout_named(kind, name, group.size) for kind in ("sequential", "uneven"))
+    model, ids = load(name, old), own_ids(name, group.rank)
+    model.traffic.reset()
+    model.apply_layout(new)
+    moved_bytes = model.traffic.bytes_sent
+    with torch.no_grad():
+        difference = float((model(input_ids=ids).logits - plain(name)(input_ids=ids).logits).abs().max())
+    leaving = int(((old.expert_to_rank == group.rank) & (new.expert_to_rank != group.rank)).sum())
+    expert_bytes = (2 * 48 * HIDDEN + HIDDEN * 48) * 4
+    own = sum(len(new.experts_of(layer, group.rank)) for layer in range(NUM_LAYERS))
+    held = sum(len(experts_module(model.model, model.family, layer_id).down_proj) for layer_id in new.layer_ids)
+    return {"difference": difference, "moved": moved_bytes, "expected": leaving * expert_bytes, "own": own, "held": held}
+
+
+def rank_record(name: str, side: str) -> dict[str, Any]:
+    """Padded batches of all texts; returns the gathered trace and the plain router's choices for the unpadded texts."""
+    group = init_expert_group()
+    model = load(name, layout_named("permuted", name, group.size))
+    tok = AutoTokenizer.from_pretrained(embedded_model(name), padding_side=side)
+    mine = TEXTS[group.rank :: group.size][:2]
+    with RoutingRecorder(model) as recorder, torch.no_grad():
+        batch = tok(mine, return_tensors="pt", padding=True, return_token_type_ids=False)
+        model(**batch)
+    trace = recorder.trace()
+    want = []
+    with torch.no_grad():
+        for text in mine:
+            logits = plain(name)(**tok(text, return_tensors="pt", return_token_type_ids=False), output_router_logits=True).router_logits
+            want.append(torch.stack([r.softmax(-1).topk(trace.top_k).indices.sort().values for r in logits]).numpy())
+    return {"ids": trace.expert_ids, "lengths": trace.request_lengths.tolist(), "weights": trace.expert_weights, "want": want}
+
+
+def rank_record_few_texts(name: str) -> list[int]:
+    model = load(name, None)
+    trace = record_texts(model, tokenizer(name), TEXTS[:1], num_tokens=7, progress=False)
+    return trace.request_lengths.tolist()
+
+
+def rank_error(name: str, what: str) -> str:
+    """Provoke one kind of bad input; every rank must raise, and the group must still work afterwards."""
+    group = init_expert_group()
+    good = layout_named("sequential", name, group.size)
+    path = Path(f"/tmp/cap_hf_test_error_{group.rank}.json")
+    good.save(path)
+    calls = {
+        "ranks": lambda: load(name, ExpertLayout(good.expert_to_rank, Topology(group.size + 1), good.layer_ids)),
+        "layers": lambda: load(name, ExpertLayout(good.expert_to_rank[:3], good.topology, good.layer_ids[:3])),
+        "experts": lambda: load(name, ExpertLayout(good.expert_to_rank[:, :60], good.topology, good.layer_ids)),
+        "truncated on rank 1": lambda: load(name, path),  # type: ignore[arg-type]
+        "apply": lambda: load(name, good).apply_layout(ExpertLayout(good.expert_to_rank[:, :60], good.topology, good.layer_ids)),
+        "no tokens": lambda: record_texts(load(name, None), tokenizer(name), ["", ""]),
+    }
+    if what == "truncated on rank 1" and group.rank == 1:
+        path.write_text(path.read_text()[:40])
+    try:
+        calls[what]()
+    except (ValueError, RankError) as error:
+        assert group.all_gather(torch.tensor([group.rank])).flatten().tolist() == list(range(group.size))
+        return f"{type(error).__name__}: {error}"
+    finally:
+        path.unlink(missing_ok=True)
+    return "no error"
+
+
+# ---- tests ----
+
+
+@pytest.mark.parametrize("name", EMBEDDED_MODELS)
+@pytest.mark.parametrize("kind", ["sequential", "permuted", "uneven", "one rank"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_collectives_and_bytes(rank_pool: Any, size: int, kind: str, name: str) -> None:
+    for rank, result in enumerate(rank_pool(size).run(rank_logits, name, kind)):
+        assert result["difference"] <= 1e-5
+        assert result["traffic"]["collectives"] == 3 * NUM_LAYERS
+        assert result["traffic"]["rows_sent"] == result["rows"]
+        returned = (sum(result["all_rows"]) - result["rows"]) if size == 2 else None
+        sizes = NUM_LAYERS * (size - 1) * 2 * 4
+        if returned is not None:  # with two ranks, the rows to return are those the other sent
+            assert result["traffic"]["bytes_sent"] == result["dispatch_bytes"] + sizes + returned * HIDDEN * 4, rank
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_of_all_ranks_together(rank_pool: Any, size: int) -> None:
+    results = rank_pool(size).run(rank_logits, EMBEDDED_MODELS[0], "permuted")
+    returned = sum(result["rows"] for result in results) * HIDDEN * 4  # every row that was sent comes back once
+    sizes = size * NUM_LAYERS * (size - 1) * 2 * 4
+    assert sum(r["traffic"]["bytes_sent"] for r in results) == sum(r["dispatch_bytes"] for r in results) + returned + sizes
+
+
+@pytest.mark.parametrize("name", EMBEDDED_MODELS)
+def test_pruned_logits_equal_one_process_that_plays_all_ranks(rank_pool: Any, name: str) -> None:
+    size = 2
+    layout = layout_named("permuted", name, size)
+    virtual = load(name, layout, pruning="device", prune_threshold=0.3)
+    ids = torch.tensor([tokenizer(name)(" ".join(TEXTS))["input_ids"][row : row + 24] for row in range(size)])
+    with torch.no_grad():
+        pruned = virtual(input_ids=ids).logits
+        assert (pruned - plain(name)(input_ids=ids).logits).abs().max() > 1e-3  # something was pruned
+    torch.save(pruned, _shared_file("virtual"))
+    try:
+        assert max(rank_pool(size).run(rank_pruned_logits, name, 0.3)) <= 1e-5
+    finally:
+        _shared_file("virtual").unlink()
+
+
+@pytest.mark.parametrize("name", EMBEDDED_MODELS)
+def test_no_token_one_token_and_all_to_one_rank(rank_pool: Any, name: str) -> None:
+    for differences in rank_pool(2).run(rank_layer_extremes, name):
+        assert len(differences) == 6 and max(differences.values()) <= 1e-5
+
+
+def test_gradients_equal_the_plain_layer(rank_pool: Any) -> None:
+    for errors in rank_pool(2).run(rank_gradients, EMBEDDED_MODELS[0]):
+        assert max(errors.values()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", EMBEDDED_MODELS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_generate_with_other_shapes_and_stops_on_every_rank(rank_pool: Any, size: int, name: str) -> None:
+    results = rank_pool(size).run(rank_generate, name)
+    assert [got for _, got in results] == [want for want, _ in results]
+    assert len({len(want[0]) for want, _ in results}) == size  # the ranks really stop at different lengths
+
+
+def test_generate_records_no_token_of_a_finished_row(rank_pool: Any) -> None:
+    for want, got, recorded, expected in rank_pool(2).run(rank_generate_with_eos, EMBEDDED_MODELS[0]):
+        assert got == want
+        assert recorded == expected
+
+
+@pytest.mark.parametrize("name", EMBEDDED_MODELS)
+def test_saved_model_is_a_plain_one_bit_for_bit(rank_pool: Any, name: str, tmp_path: Path) -> None:
+    rank_pool(2).run(rank_save, name, str(tmp_path))
+    assert "cap" not in json.loads((tmp_path / "config.json").read_text()).get("experts_implementation", "")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    original = plain(name).state_dict()
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(saved[key], original[key]) for key in original)
+
+
+def test_moving_experts_sends_only_those_that_change_rank(rank_pool: Any) -> None:
+    for result in rank_pool(4).run(rank_move, EMBEDDED_MODELS[0]):
+        assert result["difference"] <= 1e-5
+        assert result["moved"] == result["expected"] > 0
+        assert result["held"] == result["own"]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", EMBEDDED_MODELS)
+def test_recorder_sees_the_routers_choices_and_no_padding(rank_pool: Any, name: str, side: str) -> None:
+    results = rank_pool(2).run(rank_record, name, side)
+    want = np.concatenate([ids for result in results for ids in result["want"]], axis=1)
+    lengths = [ids.shape[1] for result in results for ids in result["want"]]
+    for result in results:  # every rank gets the same, gathered trace
+        assert result["lengths"] == lengths
+        np.testing.assert_array_equal(np.sort(result["ids"], axis=2), want)
+        assert (result["weights"] > 0).all()
+
+
+def test_ranks_without_texts_keep_the_others_company(rank_pool: Any) -> None:
+    assert rank_pool(4).run(rank_record_few_texts, EMBEDDED_MODELS[0]) == [[7]] * 4
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("ranks", "layout is for 3 ranks, 2 processes run"),
+        ("layers", "layout is for 3 MoE layers"),
+        ("experts", "places 60 experts per layer, the model has 64"),
+        ("apply", "places 60 experts per layer, the model has 64"),
+        ("no tokens", "2 texts yield 0 tokens"),
+    ],
+)
+def test_bad_input_ends_in_the_same_error_on_every_rank(rank_pool: Any, what: str, words: str) -> None:
+    messages = rank_pool(2).run(rank_error, EMBEDDED_MODELS[0], what)
+    assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and words in messages[0]
+
+
+def test_a_file_broken_for_one_rank_stops_all_of_them(rank_pool: Any) -> None:
+    first, second = rank_pool(2).run(rank_error, EMBEDDED_MODELS[0], "truncated on rank 1")
+    assert second.startswith("ValueError") and "truncated or not JSON" in second
+    assert first.startswith("RankError: rank 1 of 2 failed") and "truncated or not JSON" in first
