@@ -35,8 +35,8 @@ style: $(INSTALLED) ## fix what ruff can fix, and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: $(INSTALLED) ## run the tests; ARGS="-k dispatch" for some of them
-	$(BIN)/python -m pytest tests $(ARGS)
+test: $(INSTALLED) ## run the tests; ARGS="-k dispatch" or ARGS=tests/test_x.py for some
+	$(BIN)/python -m pytest $(ARGS)
 
 # On the CPUs of any machine: fewer than four GPUs would not do for four ranks.
 demo: $(INSTALLED) ## place, prune and run an embedded model on four processes
@@ -65,7 +65,7 @@ $(INSTALLED):
 # A compiler that was killed leaves a lock that later runs would wait on for ever.
 .PHONY: compiled
 compiled:
-	@rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
+	@rm -f "$(TORCH_EXTENSIONS_DIR)"/*/lock
 	@if command -v $${CXX:-c++} >/dev/null; then \
 	  echo "Compiling DeepSpeed's CPU communication, a minute or two"; \
 	  DS_ACCELERATOR=cpu $(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)' \

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
 from cap_hf.config import CAPConfig
 from cap_hf.families import MoEFamily, family_of
@@ -129,7 +130,8 @@ class CAPMoEModel(nn.Module):
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with group.all_or_none():
             shard_class = own_shard_class(model_class, family, _owned(layout, group))
-            loaded = shard_class.from_pretrained(name_or_path, *model_args, experts_implementation=HOOK_NAME, **kwargs)
+            with _one_progress_bar(group):
+                loaded = shard_class.from_pretrained(name_or_path, *model_args, experts_implementation=HOOK_NAME, **kwargs)
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         model.__class__ = model_class
         wrapper = cls.__new__(cls)
@@ -245,6 +247,19 @@ class CAPMoEModel(nn.Module):
             if name == "model":
                 raise
             return getattr(self.model, name)
+
+
+@contextmanager
+def _one_progress_bar(group: ExpertGroup) -> Iterator[None]:
+    """Only rank 0 shows Transformers' loading bar."""
+    silence = group.rank > 0 and logging.is_progress_bar_enabled()
+    if silence:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silence:
+            logging.enable_progress_bar()
 
 
 def _real_tokens(mask: torch.Tensor | None, tokens: torch.Tensor, length: int) -> torch.Tensor:

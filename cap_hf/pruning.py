@@ -1,16 +1,17 @@
 """Which of a token's experts, or whole destination ranks, matter too little to pay for.
 
-Letters: ``T`` tokens, ``K`` experts per token, ``E`` experts per layer, ``R`` ranks, ``N`` nodes, ``S`` subsets of a token's
-slots. Shapes are suffixes: ``share_TK``.
+Letters: ``T`` tokens, ``K`` experts per token, ``E`` experts per layer, ``R`` ranks, ``D`` = K places for a token's distinct
+ranks, ``S`` = 2**D subsets of them. Shapes are suffixes: ``share_TK``.
 
 A share is a gate score over the token's own sum, so raw scores that do not sum to 1 mean the same as normalised ones.
-Shares are 30-bit integers: their sums are exact in any order, so two slots of one rank can never be judged differently,
-on any device. Rules: method section 3. The work of a token depends on ``K`` only, not on ``R`` or ``E``.
+Shares are 30-bit integers, so that their sums do not depend on the order in which a device adds them up. The work of a
+token depends on ``K``, not on ``R`` or ``E``.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -26,9 +27,10 @@ SHARE_TOLERANCE = 1e-6
 """Shares and share-per-cost ratios nearer than this are equal; above the rounding of float32, below any useful threshold."""
 
 _ONE = 1 << 30  # a share of 1
+_TOLERANCE = int(SHARE_TOLERANCE * _ONE)
 _COST_TOLERANCE = 1e-5  # relative; costs are float32 sums of at most MAX_EXACT_TOP_K terms
-_CHUNK_BYTES = 64 << 20  # memory of the exact solver
-_BYTES_PER_SUBSET = 20  # of one token: two sums, their masked copies, two masks
+_CHUNK_BYTES = 16 << 20  # of the exact solver's memory; more is not faster
+_BYTES_PER_SUBSET = 20  # of one token: two sums, their masked copies, a mask
 
 
 def prune_experts(expert_weights: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -48,12 +50,13 @@ def prune_experts(expert_weights: torch.Tensor, threshold: float) -> torch.Tenso
         ValueError: a threshold outside [0, 1) or scores that are not (T, K).
     """
     _check_threshold(threshold)
-    _check_pairs("expert_weights", expert_weights)
+    if expert_weights.ndim != 2:
+        raise ValueError(f"expert_weights has shape {tuple(expert_weights.shape)}; it must be (tokens, experts per token)")
     if threshold == 0:
         return torch.ones_like(expert_weights, dtype=torch.bool)
-    share_TK, is_scored_T1 = _shares(expert_weights.detach().float())
-    # best first; unstable sorts would let equal scores change places
-    order_TK = torch.sort(expert_weights.detach().float(), dim=1, descending=True, stable=True).indices
+    weight_TK = expert_weights.detach().float()
+    share_TK, is_scored_T1 = _shares(weight_TK)
+    order_TK = torch.sort(weight_TK, dim=1, descending=True, stable=True).indices  # stable: the earlier of equals is the better
     sorted_TK = share_TK.gather(1, order_TK)
     before_TK = sorted_TK.cumsum(1) - sorted_TK
     tail_TK = sorted_TK.sum(1, keepdim=True) - before_TK  # what is dropped if this slot is the best one to go
@@ -74,8 +77,8 @@ def prune_devices(
     """Drop whole ranks of each token so that the rest, with a share of at least ``1 - threshold``, costs little to reach.
 
     The token's own rank costs nothing and always stays. "greedy" adds ranks by falling share per cost until the kept share
-    reaches ``1 - threshold``; ratios within 1e-6 (also through others in between) are ties, which go to the cheaper, then
-    the lower rank. "exact" finds the cheapest set; equal costs go to the larger kept share, then to the earlier slots.
+    reaches ``1 - threshold``; ratios within 1e-6 of the next are tied, and ties go to the cheaper, then the lower rank.
+    "exact" finds the cheapest set; equal costs go to the larger kept share, then to the cheaper and lower ranks.
     Both compare shares within 1e-6 and never drop all of a token's score. A token whose scores do not sum to a positive
     finite number keeps everything.
 
@@ -95,31 +98,32 @@ def prune_devices(
         ValueError: a threshold outside [0, 1), an unknown solver, K too large for the exact one, or shapes that do not fit.
     """
     _check_threshold(threshold)
-    _check_devices(expert_ids, expert_weights, source_rank, solver)
+    _check_shapes(expert_ids, expert_weights, expert_to_rank, source_rank)
+    _check_solver(solver, expert_ids.shape[1])
     is_real_TK = expert_ids >= 0
     if threshold == 0 or topology.num_ranks == 1:
         return is_real_TK
-    # without a pruned slot's weight, the rank that its clamped id points to is harmless
-    weight_TK = torch.where(is_real_TK, expert_weights.detach().float(), 0)
-    share_TK, is_scored_T1 = _shares(weight_TK)
-    cost_RR, order_RR = _cost_tables(topology, expert_ids.device)
+    # without its weight, a pruned slot does no harm at the rank of expert 0
+    share_TK, is_scored_T1 = _shares(torch.where(is_real_TK, expert_weights.detach().float(), 0))
+    order_RR, cost_R = _cost_tables(topology, expert_ids.device)
     pair_TK = source_rank[:, None] * topology.num_ranks + expert_to_rank[expert_ids.clamp(min=0)]
-    order_TK, cost_TK = order_RR.take(pair_TK.long()), cost_RR.take(pair_TK.long())
+    stops = _stops(order_RR.take(pair_TK.long()), share_TK, cost_R)
     # a token with a score keeps one: at least one unit, however near to 1 the threshold is
     needed = max(math.ceil((1 - threshold - SHARE_TOLERANCE) * _ONE), 1)
-    if solver == "greedy":
-        keep_TK = _greedy(share_TK, order_TK, cost_TK, topology.num_ranks, needed)
-    else:
-        keep_TK = _exact_in_chunks(share_TK, order_TK, cost_TK, needed)
-    return (keep_TK | ~is_scored_T1) & is_real_TK
+    solve = _greedy if solver == "greedy" else _exact_in_chunks
+    keep_TD = solve(stops.share_TD, stops.cost_TD, needed)
+    return (keep_TD.gather(1, stops.stop_TK) | ~is_scored_T1) & is_real_TK
 
 
 @lru_cache(maxsize=32)
 def _cost_tables(topology: Topology, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """From rank i to rank j, (R, R): the cost, float32, and j's place by cost, then rank, int32: 0 for i itself."""
+    """Place of rank j seen from rank i, by cost, then rank: (R, R) int32, 0 for i itself; and cost by place, (R,) float32.
+
+    Nodes are equally large, so cost by place is the same from every rank.
+    """
     cost_RR = torch.from_numpy(topology.cost_matrix)
-    order_RR = cost_RR.argsort(dim=1, stable=True).argsort(dim=1)
-    return cost_RR.to(device, torch.float32), order_RR.to(device, torch.int32)
+    places_RR = cost_RR.argsort(dim=1, stable=True)
+    return places_RR.argsort(dim=1).to(device, torch.int32), cost_RR[0].sort().values.to(device, torch.float32)
 
 
 def _shares(weight_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,61 +134,68 @@ def _shares(weight_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (share_TK * _ONE).round().to(torch.int32), is_scored_T1
 
 
-def _rank_shares(share_TK: torch.Tensor, order_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which slots i, j share a rank, (K, K, T) bool, and the share of each slot's rank, (K, T) int32."""
-    order_KT, share_KT = order_TK.T.contiguous(), share_TK.T.contiguous()  # tokens last: long contiguous rows
-    same_KKT = order_KT[:, None] == order_KT[None]
-    return same_KKT, torch.where(same_KKT, share_KT[:, None], 0).sum(dim=0, dtype=torch.int32)
+@dataclass(frozen=True)
+class _Stops:
+    """Distinct ranks of each token, by cost, then rank; D = K, the entries beyond a token's last rank cost and weigh 0."""
+
+    stop_TK: torch.Tensor
+    """Stop of each slot, int64."""
+    share_TD: torch.Tensor
+    """Share of each rank, int32."""
+    cost_TD: torch.Tensor
+    """Cost of each rank, float32; 0 for the own one."""
 
 
-def _greedy(share_TK: torch.Tensor, order_TK: torch.Tensor, cost_TK: torch.Tensor, num_ranks: int, needed: int) -> torch.Tensor:
-    """Keep ranks by share per cost until ``needed`` is reached, (T, K) bool."""
-    rank_share_TK = _rank_shares(share_TK, order_TK)[1].T
-    ratio_TK = torch.where(order_TK == 0, torch.iinfo(torch.int32).max, (rank_share_TK / cost_TK.clamp(min=1)).to(torch.int32))
-    # first by ratio, then by (group of tied ratios, cost, rank); slots of one rank stay side by side
-    sorted_TK, by_ratio_TK = ratio_TK.sort(dim=1, descending=True)
-    is_gap_TK = sorted_TK[:, :-1] - sorted_TK[:, 1:] > int(SHARE_TOLERANCE * _ONE)
-    key_TK = order_TK.gather(1, by_ratio_TK)
-    key_TK[:, 1:] += num_ranks * is_gap_TK.cumsum(dim=1, dtype=torch.int32)
-    key_TK, by_key_TK = key_TK.sort(dim=1)
-    slot_TK = by_ratio_TK.gather(1, by_key_TK)
-    rank_share_TK = rank_share_TK.gather(1, slot_TK)
-    counted_TK = rank_share_TK.clone()
-    counted_TK[:, 1:] *= key_TK[:, 1:] != key_TK[:, :-1]  # a rank counts once, at its first slot
-    before_TK = counted_TK.cumsum(dim=1) - rank_share_TK  # share of the ranks ahead, the same for all slots of a rank
-    return torch.zeros_like(is_first := before_TK < needed).scatter(1, slot_TK, is_first)
+def _stops(order_TK: torch.Tensor, share_TK: torch.Tensor, cost_R: torch.Tensor) -> _Stops:
+    """Sum slots into ranks: ``order_TK`` is the place of each slot's rank by cost, then rank; ``cost_R`` the cost by place."""
+    sorted_TK, slot_TK = order_TK.sort(dim=1)
+    sorted_stop_TK = torch.zeros_like(slot_TK)
+    sorted_stop_TK[:, 1:] = (sorted_TK[:, 1:] != sorted_TK[:, :-1]).cumsum(dim=1)
+    stop_TK = torch.empty_like(slot_TK).scatter_(1, slot_TK, sorted_stop_TK)
+    share_TD = torch.zeros_like(share_TK).scatter_add_(1, stop_TK, share_TK)
+    cost_TD = cost_R.new_zeros(order_TK.shape).scatter_(1, sorted_stop_TK, cost_R[sorted_TK])
+    return _Stops(stop_TK, share_TD, cost_TD)
 
 
-def _exact_in_chunks(share_TK: torch.Tensor, order_TK: torch.Tensor, cost_TK: torch.Tensor, needed: int) -> torch.Tensor:
-    """``_exact`` over as many tokens at a time as fit into _CHUNK_BYTES."""
-    size = max(_CHUNK_BYTES // (_BYTES_PER_SUBSET << share_TK.shape[1]), 1)
-    chunks = zip(share_TK.split(size), order_TK.split(size), cost_TK.split(size), strict=True)
-    return torch.cat([_exact(*chunk, needed) for chunk in chunks])
+def _greedy(share_TD: torch.Tensor, cost_TD: torch.Tensor, needed: int) -> torch.Tensor:
+    """Keep ranks by share per cost until ``needed`` is reached, (T, D) bool."""
+    num_stops = share_TD.shape[1]
+    ratio_TD = torch.where(cost_TD == 0, torch.iinfo(torch.int32).max, (share_TD / cost_TD.clamp(min=1)).to(torch.int32))
+    # first by ratio, then by (group of tied ratios, stop): stops are in the order that settles ties
+    sorted_TD, key_TD = ratio_TD.sort(dim=1, descending=True)
+    is_gap_TD = sorted_TD[:, :-1] - sorted_TD[:, 1:] > _TOLERANCE
+    key_TD[:, 1:] += num_stops * is_gap_TD.cumsum(dim=1)
+    stop_TD = key_TD.sort(dim=1).values % num_stops
+    share_TD = share_TD.gather(1, stop_TD)
+    ahead_TD = share_TD.cumsum(dim=1) - share_TD
+    return torch.empty_like(stop_TD, dtype=torch.bool).scatter_(1, stop_TD, ahead_TD < needed)
 
 
-def _exact(share_TK: torch.Tensor, order_TK: torch.Tensor, cost_TK: torch.Tensor, needed: int) -> torch.Tensor:
-    """Cheapest set of ranks whose share is ``needed`` or more, (T, K) bool, by trying every subset."""
-    top_k, device = share_TK.shape[1], share_TK.device
-    same_KKT, rank_share_KT = _rank_shares(share_TK, order_TK)
-    is_own_KT = order_TK.T == 0
-    is_earlier_KK1 = torch.ones(top_k, top_k, dtype=torch.bool, device=device).triu(1)[:, :, None]
-    # a remote rank is one item, at its first slot; other slots are items that cost and weigh nothing
-    is_item_KT = ~is_own_KT & ~(same_KKT & is_earlier_KK1).any(dim=0)
-    own_T = torch.where(is_own_KT, share_TK.T, 0).sum(dim=0, dtype=torch.int32)
-    share_ST = own_T + _subset_sums(torch.where(is_item_KT, rank_share_KT, 0))
-    cost_ST = torch.where(share_ST >= needed, _subset_sums(torch.where(is_item_KT, cost_TK.T, 0)), math.inf)
+def _exact_in_chunks(share_TD: torch.Tensor, cost_TD: torch.Tensor, needed: int) -> torch.Tensor:
+    """``_exact`` over as many tokens at a time as fit into _CHUNK_BYTES, (T, D) bool."""
+    size = max(_CHUNK_BYTES // (_BYTES_PER_SUBSET << share_TD.shape[1]), 1)
+    return torch.cat([_exact(*chunk, needed) for chunk in zip(share_TD.split(size), cost_TD.split(size), strict=True)])
+
+
+def _exact(share_TD: torch.Tensor, cost_TD: torch.Tensor, needed: int) -> torch.Tensor:
+    """Cheapest set of ranks with a share of ``needed`` or more, (T, D) bool, by trying every subset."""
+    share_ST, cost_ST = _subset_sums(share_TD), _subset_sums(cost_TD)
+    cost_ST = torch.where(share_ST >= needed, cost_ST, math.inf)
     is_cheapest_ST = cost_ST <= cost_ST.amin(dim=0) * (1 + _COST_TOLERANCE)
-    best_T = torch.where(is_cheapest_ST, share_ST, -1).argmax(dim=0)  # the first of equals
-    bits_KT = (best_T >> torch.arange(top_k, device=device)[:, None]) & 1
-    chosen_KT = (bits_KT == 1) & is_item_KT
-    return (is_own_KT | (same_KKT & chosen_KT[:, None]).any(dim=0)).T
+    share_ST = torch.where(is_cheapest_ST, share_ST, -_ONE)
+    # the first of equals, as argmax would say at ten times the price
+    subset_S1 = torch.arange(len(share_ST), device=share_ST.device, dtype=torch.int32)[:, None]
+    best_T = torch.where(share_ST >= share_ST.amax(dim=0) - _TOLERANCE, subset_S1, len(share_ST)).amin(dim=0)
+    is_chosen_TD = (best_T[:, None] >> torch.arange(share_TD.shape[1], device=best_T.device)) & 1 == 1
+    return is_chosen_TD | (cost_TD == 0)
 
 
-def _subset_sums(value_KT: torch.Tensor) -> torch.Tensor:
-    """Sums over all subsets of K values, (S, T) with S = 2**K; subset s holds value k if bit k of s is set."""
-    sums_ST = torch.zeros_like(value_KT[:1])
-    for value_T in value_KT:
-        sums_ST = torch.cat([sums_ST, sums_ST + value_T])
+def _subset_sums(value_TD: torch.Tensor) -> torch.Tensor:
+    """Sums over all subsets of D values, (S, T) with S = 2**D; subset s holds value d if bit d of s is set."""
+    num_tokens, num_values = value_TD.shape
+    sums_ST = value_TD.new_zeros(1 << num_values, num_tokens)
+    for d in range(num_values):
+        torch.add(sums_ST[: 1 << d], value_TD[:, d], out=sums_ST[1 << d : 2 << d])
     return sums_ST
 
 
@@ -193,19 +204,20 @@ def _check_threshold(threshold: float) -> None:
         raise ValueError(f"threshold is {threshold}; it must be in [0, 1): 0 prunes nothing, 1 would drop every expert")
 
 
-def _check_pairs(name: str, values: torch.Tensor) -> None:
-    if values.ndim != 2:
-        raise ValueError(f"{name} has shape {tuple(values.shape)}; it must be (tokens, experts per token)")
+def _check_shapes(expert_ids: torch.Tensor, expert_weights: torch.Tensor, expert_to_rank: torch.Tensor, source_rank: torch.Tensor) -> None:
+    ids, weights, ranks, sources = (tuple(tensor.shape) for tensor in (expert_ids, expert_weights, expert_to_rank, source_rank))
+    if len(ids) != 2:
+        raise ValueError(f"expert_ids has shape {ids}; it must be (tokens, experts per token)")
+    if weights != ids:
+        raise ValueError(f"expert_weights has shape {weights}; it must equal that of expert_ids, {ids}")
+    if len(ranks) != 1:
+        raise ValueError(f"expert_to_rank has shape {ranks}; it must be (experts,): pass one layer of the layout")
+    if sources != ids[:1]:
+        raise ValueError(f"source_rank has shape {sources}; it must hold the rank of each token, {ids[:1]}")
 
 
-def _check_devices(expert_ids: torch.Tensor, expert_weights: torch.Tensor, source_rank: torch.Tensor, solver: str) -> None:
-    _check_pairs("expert_ids", expert_ids)
-    if expert_weights.shape != expert_ids.shape:
-        raise ValueError(f"expert_weights has shape {tuple(expert_weights.shape)}; it must equal that of expert_ids, {tuple(expert_ids.shape)}")
-    if source_rank.shape != expert_ids.shape[:1]:
-        raise ValueError(f"source_rank has shape {tuple(source_rank.shape)}; it must hold one rank for each of {len(expert_ids)} tokens")
+def _check_solver(solver: str, top_k: int) -> None:
     if solver not in ("greedy", "exact"):
         raise ValueError(f"unknown solver {solver!r}; choose one of greedy, exact")
-    top_k = expert_ids.shape[1]
     if solver == "exact" and top_k > MAX_EXACT_TOP_K:
-        raise ValueError(f"{top_k} experts per token; the exact solver takes at most {MAX_EXACT_TOP_K} (2**K subsets): use solver='greedy'")
+        raise ValueError(f"{top_k} experts per token; the exact solver tries 2**K sets, K at most {MAX_EXACT_TOP_K}: use 'greedy'")

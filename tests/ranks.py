@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import connection, forkserver, get_context, set_start_method
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ __all__ = ["RankPool", "RanksFailed", "run_ranks", "warm_up"]
 
 START_LIMIT_S = 180.0  # imports of the server included; ten times what a busy two-core machine takes
 GRACE_S = 2.0  # for the other ranks, once one has failed: those that wait for it never end
+LOG_LINES = 60  # of a failed rank's output in the message
 _PRELOADED = ["torch", "deepspeed", "transformers.modeling_utils", "transformers.models.qwen3_moe.modeling_qwen3_moe"]
 _SERVER_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",  # these ranks are CPU processes on any machine
@@ -52,8 +53,8 @@ class RanksFailed(AssertionError):
 class _Rank:
     process: Any
     pipe: connection.Connection
-    stack_file: Path
-    """Where the rank writes what it is doing when it gets SIGUSR1."""
+    log: Path
+    """What the rank prints, and where it stands when it gets SIGUSR1."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class RankPool:
         if not self._ranks:
             self._start()
         for rank in self._ranks:
+            os.truncate(rank.log, 0)
             rank.pipe.send_bytes(request)
         return self._results(function.__qualname__, self.timeout_s if timeout_s is None else timeout_s)
 
@@ -107,7 +109,7 @@ class RankPool:
             rank.process.join()
             rank.process.close()
             rank.pipe.close()
-            rank.stack_file.unlink(missing_ok=True)
+            rank.log.unlink(missing_ok=True)
         self._ranks = []
 
     def __enter__(self) -> RankPool:
@@ -121,21 +123,23 @@ class RankPool:
         port = _free_port()
         for index in range(self.num_ranks):
             ours, theirs = connection.Pipe()
-            descriptor, stack_file = tempfile.mkstemp(prefix="rank_stack_")
+            descriptor, log = tempfile.mkstemp(prefix="rank_", suffix=".log")
             os.close(descriptor)
             environment = _launcher_environment(index, self.num_ranks, port)
-            process = _CONTEXT.Process(target=_serve, args=(theirs, environment, stack_file, self.timeout_s), daemon=True)
+            process = _CONTEXT.Process(target=_serve, args=(theirs, environment, log, self.timeout_s), daemon=True)
             process.start()
             theirs.close()  # the rank holds the only other end, so its death reads as end of file here
-            self._ranks.append(_Rank(process, ours, Path(stack_file)))
+            self._ranks.append(_Rank(process, ours, Path(log)))
         self._results("start", START_LIMIT_S)
 
     def _results(self, name: str, limit_s: float) -> list[Any]:
         outcomes = self._collect(limit_s)
         errors = {rank: outcome.error for rank, outcome in outcomes.items() if outcome.error is not None}
         if errors:
+            sections = [
+                f"--- rank {rank} of {self.num_ranks} ---\n{error.rstrip()}\n{self._output(rank)}" for rank, error in sorted(errors.items())
+            ]
             self.close()
-            sections = [f"--- rank {rank} of {self.num_ranks} ---\n{error.rstrip()}" for rank, error in sorted(errors.items())]
             raise RanksFailed("\n".join([f"{name} failed on {len(errors)} of {self.num_ranks} ranks", *sections]))
         return [outcomes[rank].value for rank in range(self.num_ranks)]
 
@@ -154,7 +158,10 @@ class RankPool:
                 outcomes[index] = self._receive(index)
                 if outcomes[index].error is not None:
                     deadline, reason = min(deadline, time.monotonic() + GRACE_S), "no result after another rank failed"
-        return outcomes | {index: _Outcome(error=f"{reason}; killed in\n{self._stack(index)}") for index in waiting.values()}
+        for index in waiting.values():
+            self._ask_where(index)
+            outcomes[index] = _Outcome(error=f"{reason}; killed, see below where")
+        return outcomes
 
     def _receive(self, index: int) -> _Outcome:
         rank = self._ranks[index]
@@ -164,14 +171,18 @@ class RankPool:
             rank.process.join(GRACE_S)
             return _Outcome(error=f"the process died with exit code {rank.process.exitcode} and left no traceback")
 
-    def _stack(self, index: int) -> str:
-        """Where a rank hangs, in its own words; it can answer even from inside a blocking collective."""
+    def _ask_where(self, index: int) -> None:
+        """Have a rank that hangs write its stack to its log; it can even from inside a blocking collective."""
         rank = self._ranks[index]
+        size = rank.log.stat().st_size
         os.kill(rank.process.pid, signal.SIGUSR1)
         patience = time.monotonic() + 1.0
-        while time.monotonic() < patience and not rank.stack_file.stat().st_size:
+        while time.monotonic() < patience and rank.log.stat().st_size == size:
             time.sleep(0.02)
-        return rank.stack_file.read_text() or "(it did not say where)"
+
+    def _output(self, index: int) -> str:
+        lines = self._ranks[index].log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return "\n".join(["its output ends with", *lines]) if lines else "it printed nothing"
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -199,16 +210,25 @@ def _launcher_environment(rank: int, num_ranks: int, port: int) -> dict[str, str
     return {name: str(value) for name, value in (facts | sizes).items()}
 
 
-def _serve(pipe: connection.Connection, environment: dict[str, str], stack_file: str, timeout_s: float) -> None:
+def _serve(pipe: connection.Connection, environment: dict[str, str], log: str, timeout_s: float) -> None:
     """A rank's life: join the group, then run what comes down the pipe until it closes."""
     os.environ.update(environment)
+    _print_to(log)
+    set_start_method("fork", force=True)  # as in a launched process; else locks made here outlive a killed rank
     warnings.filterwarnings("error", module=r"cap_hf(\.|$)")  # as under pytest, for the code that is tested
-    with open(stack_file, "w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-        _answer(pipe, _join_group, timeout_s)
-        while (request := _next_request(pipe)) is not None:
-            _answer(pipe, _call, request)
-        _leave()
+    _answer(pipe, _join_group, timeout_s)
+    while (request := _next_request(pipe)) is not None:
+        _answer(pipe, _call, request)
+    os._exit(0)  # the interpreter's own clean-up would wait for peers that are gone
+
+
+def _print_to(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
 
 
 def _join_group(timeout_s: float) -> None:
@@ -239,10 +259,3 @@ def _answer(pipe: connection.Connection, function: Callable[..., Any], *args: An
     except BaseException:  # a test's outcome exceptions too: whatever it is, the parent must hear of it
         answer = pickle.dumps(_Outcome(error=traceback.format_exc()))
     pipe.send_bytes(answer)
-
-
-def _leave() -> None:
-    """End without the interpreter's clean-up, which would wait for peers that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
