@@ -11,9 +11,6 @@ LAUNCH := $(BIN)/accelerate launch --use_deepspeed --zero_stage 1 --num_machines
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
-# DeepSpeed finds ninja by PATH, and keeps what it compiles here.
-export PATH := $(CURDIR)/$(BIN):$(PATH)
-export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 
 # Named after the content of the files that say what to install, so that a new clone or a touched file installs nothing again.
 INSTALLED := $(VENV)/.installed-$(shell cat setup.cfg pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
@@ -57,17 +54,5 @@ $(INSTALLED):
 	@echo "Setting up $(VENV); the first time this takes some minutes"
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@$(MAKE) --no-print-directory compiled
 	rm -f $(VENV)/.installed-*
 	touch $@
-
-# DeepSpeed compiles one operator when communication starts on CPUs; here it does so once, in one process, not in every first run.
-# A compiler that was killed leaves a lock that later runs would wait on for ever.
-.PHONY: compiled
-compiled:
-	@rm -f "$(TORCH_EXTENSIONS_DIR)"/*/lock
-	@if command -v $${CXX:-c++} >/dev/null; then \
-	  echo "Compiling DeepSpeed's CPU communication, a minute or two"; \
-	  DS_ACCELERATOR=cpu $(BIN)/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().load(verbose=False)' \
-	    || echo "It did not compile; DeepSpeed will try again when it is used" >&2; \
-	else echo "No C++ compiler: skipping DeepSpeed's CPU communication operator"; fi

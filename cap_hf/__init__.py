@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cap_hf.config import CAPConfig
 from cap_hf.layout import ExpertLayout
-from cap_hf.placement import Placer, PlacementSpectrum
+from cap_hf.placement import PlacementSpectrum, Placer
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace
 

@@ -10,18 +10,26 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["format_of", "read_arrays", "read_json", "write_arrays", "write_json"]
+__all__ = ["format_of", "read_arrays", "read_json", "read_only", "write_arrays", "write_json"]
 
 VERSION = 1  # of every file format below; a reader refuses a newer one
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """The same array, locked against writing."""
+    array.setflags(write=False)
+    return array
 
 
 def _check_header(path: Path, header: Mapping[str, Any], kind: str) -> None:
     found, wanted = header.get("format"), f"cap_hf.{kind}"
     if found != wanted:
         raise ValueError(f"{path} holds format {found!r}, not {wanted!r}; give a file that cap_hf saved as a {kind}")
-    version = int(header.get("version", 0))
-    if not 1 <= version <= VERSION:
-        raise ValueError(f"{path} has {kind} format version {version}; this cap_hf reads 1 to {VERSION}; upgrade cap_hf or save the file again")
+    version = header.get("version")
+    if str(version) not in map(str, range(1, VERSION + 1)):
+        raise ValueError(
+            f"{path} has {kind} format version {version}; this cap_hf reads 1 to {VERSION}; upgrade cap_hf or save the file again"
+        )
 
 
 def _replace(path: Path, write: Any) -> None:
@@ -82,7 +90,8 @@ def read_arrays(path: str | Path, kind: str) -> tuple[dict[str, np.ndarray], dic
         with safe_open(path, framework="np") as handle:
             metadata = handle.metadata() or {}
             _check_header(path, metadata, kind)
-            return {name: handle.get_tensor(name) for name in handle.keys()}, json.loads(metadata["info"])
+            names = list(handle.keys())
+            return {name: handle.get_tensor(name) for name in names}, json.loads(metadata.get("info", "{}"))
     except OSError as error:
         raise ValueError(f"{kind} file {path} cannot be read ({error}); give the path of an existing file") from error
     except SafetensorError as error:

@@ -15,7 +15,7 @@ from typing import Any
 from cap_hf._files import format_of
 from cap_hf.config import CAPConfig
 from cap_hf.layout import ExpertLayout
-from cap_hf.placement import Placer, PlacementSpectrum
+from cap_hf.placement import PlacementSpectrum, Placer
 from cap_hf.placement.placer import METHODS
 from cap_hf.report import markdown_table
 from cap_hf.topology import Topology
@@ -132,23 +132,32 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    trace = add("trace", _trace, "record which experts a model's tokens use", "cap-hf trace --model Qwen/Qwen3-30B-A3B --corpus gsm8k --num-ranks 8")
+    trace = add(
+        "trace", _trace, "record which experts a model's tokens use", "cap-hf trace --model Qwen/Qwen3-30B-A3B --corpus gsm8k --num-ranks 8"
+    )
     trace.add_argument("--model", required=True, help="checkpoint folder or Hub name")
     trace.add_argument("--corpus", default="wikitext", help="corpus by name (default: wikitext)")
     trace.add_argument("--text-file", help="a UTF-8 file of texts separated by empty lines, instead of a corpus")
     trace.add_argument("--data-dir", help="folder of local corpora")
     trace.add_argument("--num-tokens", type=int, default=8000, help="tokens to record (default: 8000)")
-    trace.add_argument("--pruning", default="none", choices=["none", "expert", "device"], help="rule in force while tracing (default: none)")
+    trace.add_argument(
+        "--pruning", default="none", choices=["none", "expert", "device"], help="rule in force while tracing (default: none)"
+    )
     trace.add_argument("--threshold", type=float, default=0.0, help="p of the rule (default: 0)")
     trace.add_argument("--output", default="trace.safetensors", help="file to write (default: trace.safetensors)")
     _add_machine(trace)
     _add_search(add("place", _place, "one layout from a trace", "cap-hf place trace.safetensors --num-ranks 8"), "layout.json")
     spectrum = add(
-        "spectrum", _spectrum, "layouts from least traffic to best balance", "cap-hf spectrum trace.safetensors --num-ranks 8 --num-placements 8"
+        "spectrum",
+        _spectrum,
+        "layouts from least traffic to best balance",
+        "cap-hf spectrum trace.safetensors --num-ranks 8 --num-placements 8",
     )
     _add_search(spectrum, "spectrum.json")
     spectrum.add_argument("--num-placements", type=int, default=8, help="layouts in the spectrum (default: 8)")
-    inspect = add("inspect", _inspect, "what a trace, layout or spectrum file holds", "cap-hf inspect layout.json --trace trace.safetensors")
+    inspect = add(
+        "inspect", _inspect, "what a trace, layout or spectrum file holds", "cap-hf inspect layout.json --trace trace.safetensors"
+    )
     inspect.add_argument("file", help="file that cap-hf wrote")
     inspect.add_argument("--trace", help="trace to measure layouts on")
     return parser

@@ -50,7 +50,9 @@ class CAPConfig:
         if not isinstance(threshold, (int, float)) or math.isnan(threshold) or not 0 <= threshold < 1:
             raise ValueError(f"prune_threshold is {threshold!r}; it must be in [0, 1): 0 prunes nothing, 1 would drop every expert")
         if self.pruning == "none" and threshold > 0:
-            raise ValueError(f"prune_threshold is {threshold} but pruning is 'none'; set pruning='device' (or 'expert'), or the threshold to 0")
+            raise ValueError(
+                f"prune_threshold is {threshold} but pruning is 'none'; set pruning='device' (or 'expert'), or the threshold to 0"
+            )
 
     def load_layout(self) -> ExpertLayout | None:
         """The layout itself, read from its file where a path was given."""

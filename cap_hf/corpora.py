@@ -155,7 +155,9 @@ def _chat(split: str, root: Path | None) -> list[str]:
         rows = _hub("OpenAssistant/oasst1", None, "train" if split == "train" else "validation")
         return [row["text"] for row in rows if row["role"] == "prompter" and row["lang"] == "en"]
     chat = root / "chat"
-    texts = [turns[0] for name in ("mt_bench", "vicuna_bench") for (turns,) in _json_lines(chat / "fastchat" / f"{name}_question.jsonl", "turns")]
+    texts = [
+        turns[0] for name in ("mt_bench", "vicuna_bench") for (turns,) in _json_lines(chat / "fastchat" / f"{name}_question.jsonl", "turns")
+    ]
     texts += [text for version in ("0.1", "2.0") for (text,) in _json_lines(chat / "arena_hard" / f"question_v{version}.jsonl", "prompt")]
     texts += [text for (text,) in _json_lines(chat / "oasst" / "en_100_message.jsonl", "text")]
     texts += [text for name in ("prompt_lottery_en_250", "en_100") for (text,) in _json_lines(chat / "oasst" / f"{name}_text.jsonl")]

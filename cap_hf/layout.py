@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cap_hf._files import read_json, write_json
+from cap_hf._files import read_json, read_only, write_json
 from cap_hf.metrics import LayoutMetrics, measure
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace
@@ -41,17 +41,19 @@ class ExpertLayout:
         outside = (ranks < 0) | (ranks >= topology.num_ranks)
         if outside.any():
             layer, expert = (int(i) for i in np.argwhere(outside)[0])
-            raise ValueError(f"expert_to_rank[{layer}, {expert}] is {ranks[layer, expert]}; it must be 0 to {topology.num_ranks - 1}: place again")
+            raise ValueError(
+                f"expert_to_rank[{layer}, {expert}] is {ranks[layer, expert]}; it must be 0 to {topology.num_ranks - 1}: place again"
+            )
         self.topology = topology
-        self.expert_to_rank = ranks.astype(np.int64)
-        self.expert_to_rank.setflags(write=False)
-        self.layer_ids = np.array(range(len(ranks)) if layer_ids is None else layer_ids, dtype=np.int64)
-        self.layer_ids.setflags(write=False)
+        self.expert_to_rank = read_only(ranks.astype(np.int64))
+        self.layer_ids = read_only(np.array(range(len(ranks)) if layer_ids is None else layer_ids, dtype=np.int64))
         if self.layer_ids.shape != (len(ranks),):
             raise ValueError(f"layer_ids has {self.layer_ids.size} entries; expert_to_rank has {len(ranks)} layers")
 
     @classmethod
-    def sequential(cls, num_layers: int, num_experts: int, topology: Topology, layer_ids: Sequence[int] | np.ndarray | None = None) -> ExpertLayout:
+    def sequential(
+        cls, num_layers: int, num_experts: int, topology: Topology, layer_ids: Sequence[int] | np.ndarray | None = None
+    ) -> ExpertLayout:
         """Experts in id order, contiguous; where R does not divide E the first E mod R ranks hold one more ("Default")."""
         ranks = np.arange(topology.num_ranks)
         row = np.repeat(ranks, num_experts // topology.num_ranks + (ranks < num_experts % topology.num_ranks))
@@ -103,10 +105,10 @@ class ExpertLayout:
     def from_dict(cls, content: dict[str, Any], source: str = "layout") -> ExpertLayout:
         """Inverse of ``to_dict``; ValueError names ``source`` where a field is missing or malformed."""
         try:
-            topology, ranks, layer_ids = Topology(**content["topology"]), np.array(content["expert_to_rank"]), content["layer_ids"]
+            topology = Topology.from_dict(content["topology"], source)
+            return cls(np.array(content["expert_to_rank"]), topology, np.array(content["layer_ids"], dtype=np.int64))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{source} lacks a valid topology, expert_to_rank or layer_ids ({error!r}); save the layout again") from error
-        return cls(ranks, topology, layer_ids)
+            raise ValueError(f"{source} lacks a valid topology, expert_to_rank or layer_ids ({error}); save the layout again") from error
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
@@ -124,4 +126,5 @@ class ExpertLayout:
         return hash(self.fingerprint)
 
     def __repr__(self) -> str:
-        return f"ExpertLayout(expert_to_rank=<{self.num_layers}x{self.num_experts}>, topology={self.topology!r}, fingerprint={self.fingerprint!r})"
+        shape = f"{self.num_layers}x{self.num_experts}"
+        return f"ExpertLayout(expert_to_rank=<{shape}>, topology={self.topology!r}, fingerprint={self.fingerprint!r})"

@@ -10,10 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cap_hf._files import read_only
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace
 
-__all__ = ["LayoutMetrics", "communication_cost", "distinct_destinations", "jaccard", "load_imbalance", "measure", "rank_loads", "remote_rows_per_token"]
+__all__ = [
+    "LayoutMetrics",
+    "communication_cost",
+    "distinct_destinations",
+    "jaccard",
+    "load_imbalance",
+    "measure",
+    "rank_loads",
+    "remote_rows_per_token",
+]
 
 
 @dataclass(frozen=True)
@@ -96,4 +106,5 @@ def measure(trace: RoutingTrace, expert_to_rank: np.ndarray, topology: Topology)
         load_imbalance(trace, expert_to_rank, topology.num_ranks),
         communication_cost(jaccard(trace), expert_to_rank, topology),
     )
-    return LayoutMetrics(*(float(value.mean()) for value in values), *values)
+    devices, nodes, imbalance, cost = (float(value.mean()) for value in values)
+    return LayoutMetrics(devices, nodes, imbalance, cost, *map(read_only, values))

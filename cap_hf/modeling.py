@@ -77,7 +77,7 @@ class CAPMoEModel(nn.Module):
         ValueError: an unsupported model, or a layout of other layers, experts or ranks.
     """
 
-    def __init__(self, model: nn.Module, cap_config: CAPConfig | None = None) -> None:
+    def __init__(self, model: Any, cap_config: CAPConfig | None = None) -> None:
         group = init_expert_group()
         with group.all_or_none():
             family, layout = _resolve(model.config, cap_config or CAPConfig(), group)
@@ -89,9 +89,9 @@ class CAPMoEModel(nn.Module):
         model.set_experts_implementation(HOOK_NAME)
         self._install(model, family, ExpertsRuntime(group, cap_config or CAPConfig(), layout))
 
-    def _install(self, model: nn.Module, family: MoEFamily, runtime: ExpertsRuntime) -> None:
+    def _install(self, model: Any, family: MoEFamily, runtime: ExpertsRuntime) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.family = family
         self._runtime = runtime
         self._generation: _GenerationState | None = None
@@ -123,7 +123,9 @@ class CAPMoEModel(nn.Module):
         with group.all_or_none():
             taken = [name for name in _OWNED_ARGUMENTS if kwargs.get(name) is not None]
             if taken:
-                raise ValueError(f"{taken[0]}={kwargs[taken[0]]!r} contradicts cap_config, which shares out the experts itself; leave it out")
+                raise ValueError(
+                    f"{taken[0]}={kwargs[taken[0]]!r} contradicts cap_config, which shares out the experts itself; leave it out"
+                )
             hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
             config = kwargs.get("config") or AutoConfig.from_pretrained(name_or_path, **hub)
             family, layout = _resolve(config, cap_config, group)
@@ -201,7 +203,7 @@ class CAPMoEModel(nn.Module):
     @contextmanager
     def _following(self, kwargs: dict[str, Any]) -> Iterator[None]:
         """Track finished rows where rows keep their order: without beams or an assistant."""
-        generation = kwargs.get("generation_config") or self.model.generation_config
+        generation: Any = kwargs.get("generation_config") or self.model.generation_config
         if (kwargs.get("num_beams") or generation.num_beams or 1) > 1 or kwargs.get("assistant_model") is not None:
             yield
             return
@@ -283,7 +285,9 @@ def _resolve(config: Any, cap_config: CAPConfig, group: ExpertGroup) -> tuple[Mo
     """Family and layout of a model, checked against each other and against the number of processes."""
     family = family_of(config)
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("the checkpoint is quantised (quantization_config is set), which the experts hook cannot serve; use a bf16, fp16 or fp32 one")
+        raise ValueError(
+            "the checkpoint is quantised (quantization_config is set), which the experts hook cannot serve; use a bf16, fp16 or fp32 one"
+        )
     layer_ids, num_experts = family.moe_layer_ids(config), family.num_experts(config)
     layout = cap_config.load_layout()
     if layout is None:
@@ -301,6 +305,10 @@ def _check_fits(layout: ExpertLayout, layer_ids: list[int], num_experts: int, gr
             "place again from a trace of this model"
         )
     if layout.num_experts != num_experts:
-        raise ValueError(f"the layout places {layout.num_experts} experts per layer, the model has {num_experts}; place again from a trace of this model")
+        raise ValueError(
+            f"the layout places {layout.num_experts} experts per layer, the model has {num_experts}; place again from a trace of this model"
+        )
     if group.size > 1 and layout.num_ranks != group.size:
-        raise ValueError(f"the layout is for {layout.num_ranks} ranks, {group.size} processes run; launch {layout.num_ranks}, or place for {group.size}")
+        raise ValueError(
+            f"the layout is for {layout.num_ranks} ranks, {group.size} processes run; launch {layout.num_ranks}, or place for {group.size}"
+        )

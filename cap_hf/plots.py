@@ -42,7 +42,9 @@ def plot_coactivation(trace: RoutingTrace, layouts: Mapping[str, ExpertLayout], 
         ranks = layout.expert_to_rank[layer]
         order = np.argsort(ranks, kind="stable")
         inside = p[ranks[:, None] == ranks[None, :]].sum() / p.sum() if p.sum() else 0.0
-        image = axis.imshow(p[np.ix_(order, order)], cmap="magma", vmin=0, vmax=float(np.quantile(p, 0.995)) or 1.0, interpolation="nearest")
+        image = axis.imshow(
+            p[np.ix_(order, order)], cmap="magma", vmin=0, vmax=float(np.quantile(p, 0.995)) or 1.0, interpolation="nearest"
+        )
         for border in np.cumsum(np.bincount(ranks, minlength=layout.num_ranks))[:-1] - 0.5:
             axis.axhline(border, color="white", linewidth=0.6)
             axis.axvline(border, color="white", linewidth=0.6)
@@ -68,7 +70,15 @@ def plot_tradeoff(series: Mapping[str, Sequence[tuple[float, float]]], path: str
         x, y = zip(*points, strict=True)
         axis.plot(x, y, marker=marker, linewidth=1.0, markersize=6, label=name)
     if chosen is not None:
-        axis.plot(*chosen, marker="o", markersize=15, markerfacecolor="none", markeredgecolor="black", linestyle="none", label="chosen by measurement")
+        axis.plot(
+            *chosen,
+            marker="o",
+            markersize=15,
+            markerfacecolor="none",
+            markeredgecolor="black",
+            linestyle="none",
+            label="chosen by measurement",
+        )
     axis.set_xlabel("devices per token (less traffic to the left)")
     axis.set_ylabel("load imbalance, busiest / mean (1 is perfect)")
     axis.grid(alpha=0.3)

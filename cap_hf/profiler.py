@@ -23,7 +23,16 @@ from cap_hf.trace import RoutingTrace
 if TYPE_CHECKING:
     from cap_hf.modeling import CAPMoEModel
 
-__all__ = ["HeldOutResult", "LayoutTiming", "PeakMemory", "anonymous_bytes", "evaluate_held_out", "own_share", "profile_layouts", "time_forward"]
+__all__ = [
+    "HeldOutResult",
+    "LayoutTiming",
+    "PeakMemory",
+    "anonymous_bytes",
+    "evaluate_held_out",
+    "own_share",
+    "profile_layouts",
+    "time_forward",
+]
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,9 @@ def own_share(blocks: np.ndarray, rank: int, size: int, batch_size: int) -> list
     """
     per_rank = len(blocks) // (size * batch_size)
     if per_rank == 0:
-        raise ValueError(f"{len(blocks)} blocks of text for {size} ranks and batches of {batch_size}; give {size * batch_size} blocks or more")
+        raise ValueError(
+            f"{len(blocks)} blocks of text for {size} ranks and batches of {batch_size}; give {size * batch_size} blocks or more"
+        )
     own = torch.from_numpy(blocks[: per_rank * size * batch_size]).view(per_rank, size, batch_size, -1)[:, rank]
     return list(own)
 

@@ -38,7 +38,9 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     widths = [max(len(name), *(len(row[name]) for row in rows)) for name in header]
 
     def line(cells: Sequence[str]) -> str:
-        first, *rest = (cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(zip(cells, widths, strict=True)))
+        first, *rest = (
+            cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
         return "| " + " | ".join([first, *rest]) + " |"
 
     rule = "|" + "|".join("-" * (width + 2) if index == 0 else "-" * (width + 1) + ":" for index, width in enumerate(widths)) + "|"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cap_hf._files import read_arrays, write_arrays
+from cap_hf._files import read_arrays, read_only, write_arrays
 
 __all__ = ["RoutingTrace"]
 
@@ -48,17 +48,26 @@ class RoutingTrace:
         ids = ids.astype(np.int64)
         _check_ids(ids, num_experts)
         self.num_experts = int(num_experts)
-        self.expert_ids = _frozen(ids.astype(np.int16))
-        self.expert_weights = None if expert_weights is None else _frozen(np.array(expert_weights, dtype=np.float32))
+        self.expert_ids = read_only(ids.astype(np.int16))
+        self.expert_weights = None if expert_weights is None else read_only(np.array(expert_weights, dtype=np.float32))
         if self.expert_weights is not None and self.expert_weights.shape != ids.shape:
             raise ValueError(f"expert_weights has shape {self.expert_weights.shape}; it must equal that of expert_ids, {ids.shape}")
-        self.layer_ids = _frozen(np.array(range(len(ids)) if layer_ids is None else layer_ids, dtype=np.int64))
+        if self.expert_weights is not None and not np.isfinite(self.expert_weights).all():
+            layer, token, slot = (int(i) for i in np.argwhere(~np.isfinite(self.expert_weights))[0])
+            raise ValueError(
+                f"expert_weights[{layer}, {token}, {slot}] is {self.expert_weights[layer, token, slot]}; scores must be finite"
+            )
+        self.layer_ids = read_only(np.array(range(len(ids)) if layer_ids is None else layer_ids, dtype=np.int64))
         if self.layer_ids.shape != (len(ids),):
             raise ValueError(f"layer_ids has {self.layer_ids.size} entries; expert_ids has {len(ids)} layers")
         lengths = [ids.shape[1]] if request_lengths is None else request_lengths
-        self.request_lengths = _frozen(np.array(lengths, dtype=np.int64))
-        if self.request_lengths.ndim != 1 or self.request_lengths.sum() != ids.shape[1] or (self.request_lengths < 0).any():
-            raise ValueError(f"request_lengths sums to {self.request_lengths.sum()}; it must hold non-negative lengths that sum to {ids.shape[1]} tokens")
+        self.request_lengths = read_only(np.array(lengths, dtype=np.int64))
+        if self.request_lengths.ndim != 1 or (self.request_lengths < 0).any():
+            raise ValueError(f"request_lengths is {self.request_lengths.tolist()[:8]}...; it must hold one length of 0 or more per request")
+        if self.request_lengths.sum() != ids.shape[1]:
+            raise ValueError(
+                f"request_lengths sums to {self.request_lengths.sum()}; it must sum to the {ids.shape[1]} tokens of expert_ids"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -88,7 +97,10 @@ class RoutingTrace:
     def select(self, requests: slice | Sequence[int] | np.ndarray) -> RoutingTrace:
         """The trace of some requests, in the order asked for; ValueError if none is left."""
         ends = np.cumsum(self.request_lengths)
-        chosen = np.arange(self.num_requests)[requests]
+        try:
+            chosen = np.atleast_1d(np.arange(self.num_requests)[requests])
+        except IndexError as error:
+            raise ValueError(f"selection {requests!r} is outside the trace's requests 0 to {self.num_requests - 1} ({error})") from error
         if self.request_lengths[chosen].sum() == 0:
             raise ValueError(f"selection {requests!r} of {self.num_requests} requests holds 0 tokens; select 1 request or more with tokens")
         tokens = np.concatenate([np.arange(ends[i] - self.request_lengths[i], ends[i]) for i in chosen])
@@ -113,7 +125,9 @@ class RoutingTrace:
             raise ValueError("0 traces to join; give 1 or more")
         facts = {(t.num_layers, t.num_experts, t.top_k, tuple(t.layer_ids.tolist()), t.expert_weights is None) for t in traces}
         if len(facts) > 1:
-            raise ValueError(f"traces of {len(facts)} different shapes cannot be joined (layers, experts, top k, layer ids, no weights): {sorted(facts)}")
+            raise ValueError(
+                f"traces of {len(facts)} different shapes cannot be joined (layers, experts, top k, layer ids, no weights): {sorted(facts)}"
+            )
         weights = None if traces[0].expert_weights is None else np.concatenate([t.expert_weights for t in traces], axis=1)
         ids = np.concatenate([t.expert_ids for t in traces], axis=1)
         return cls(ids, traces[0].num_experts, weights, traces[0].layer_ids, np.concatenate([t.request_lengths for t in traces]))
@@ -145,13 +159,18 @@ class RoutingTrace:
     def load(cls, path: str | Path) -> RoutingTrace:
         """Read what ``save`` wrote; ValueError for a foreign or truncated file."""
         arrays, info = read_arrays(path, "trace")
-        return cls(num_experts=info["num_experts"], **arrays)
+        try:
+            return cls(num_experts=info["num_experts"], **arrays)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no valid trace ({error}); record it again") from error
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RoutingTrace):
             return NotImplemented
         pairs = [(getattr(self, name), getattr(other, name)) for name in ("expert_ids", "expert_weights", "layer_ids", "request_lengths")]
-        return self.num_experts == other.num_experts and all(a is b or (a is not None and b is not None and np.array_equal(a, b)) for a, b in pairs)
+        return self.num_experts == other.num_experts and all(
+            a is b or (a is not None and b is not None and np.array_equal(a, b)) for a, b in pairs
+        )
 
     __hash__ = None  # type: ignore[assignment]  # compared by value, too large to hash
 
@@ -161,11 +180,6 @@ class RoutingTrace:
             f"RoutingTrace(expert_ids=<{self.num_layers}x{self.num_tokens}x{self.top_k}>, num_experts={self.num_experts}, "
             f"expert_weights={weights}, requests={self.num_requests})"
         )
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
-    array.setflags(write=False)
-    return array
 
 
 def _check_ids(ids: np.ndarray, num_experts: int) -> None:
@@ -180,4 +194,6 @@ def _check_ids(ids: np.ndarray, num_experts: int) -> None:
     twice = (ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)
     if twice.any():
         layer, token, slot = (int(i) for i in np.argwhere(twice)[0])
-        raise ValueError(f"expert {ordered[layer, token, slot]} stands twice in expert_ids[{layer}, {token}]; a token selects an expert at most once")
+        raise ValueError(
+            f"expert {ordered[layer, token, slot]} stands twice in expert_ids[{layer}, {token}]; a token selects an expert at most once"
+        )

@@ -35,7 +35,9 @@ class EvalArguments:
     num_ranks: int = field(default=8, metadata={"help": "devices that pruning assumes"})
     method: str = field(default="greedy", metadata={"help": "placement method"})
     thresholds: str = field(default="0,0.1,0.2,0.3,0.4", metadata={"help": "comma-separated values of p"})
-    corpus: str | None = field(default=None, metadata={"help": "corpus to score; default wikitext, or python where there is no data folder"})
+    corpus: str | None = field(
+        default=None, metadata={"help": "corpus to score; default wikitext, or python where there is no data folder"}
+    )
     blocks: int = field(default=128, metadata={"help": "512-token blocks to score"})
     data_dir: str | None = field(default=None, metadata={"help": "folder of local corpora"})
     output_dir: str = field(default="build/eval", metadata={"help": "where perplexity.json goes"})
@@ -77,12 +79,26 @@ def main() -> None:
             results.append({"pruning": rule, "threshold": threshold, **result})
             change = result["perplexity"] / results[0]["perplexity"] - 1
             numbers = {"p": f"{threshold:g}", "perplexity": f"{result['perplexity']:.2f}", "change": f"{change:+.2%}"}
-            rows.append({"pruning": rule, **numbers, "rows sent/token": f"{result['rows_per_token']:.2f}", "experts kept": f"{result['experts_kept']:.2f}"})
+            rows.append(
+                {
+                    "pruning": rule,
+                    **numbers,
+                    "rows sent/token": f"{result['rows_per_token']:.2f}",
+                    "experts kept": f"{result['experts_kept']:.2f}",
+                }
+            )
     print(f"\n{args.model}, {blocks.size:,} tokens of {corpus}, {args.num_ranks} ranks, {args.method} placement\n")
     print(markdown_table(rows))
     out = Path(args.output_dir)
     out.mkdir(parents=True, exist_ok=True)
-    report = {"arguments": vars(args), "corpus": corpus, "tokens": int(blocks.size), "results": results, "layout": plain.layout.to_dict(), **provenance()}
+    report = {
+        "arguments": vars(args),
+        "corpus": corpus,
+        "tokens": int(blocks.size),
+        "results": results,
+        "layout": plain.layout.to_dict(),
+        **provenance(),
+    }
     (out / f"perplexity_{args.model}.json").write_text(json.dumps(report, indent=1) + "\n")
     print(f"\nwritten to {out / f'perplexity_{args.model}.json'}")
 

@@ -45,7 +45,11 @@ def main() -> None:
         with RoutingRecorder(wrapped):
             wrapped(**inputs)
 
-    variants: dict[str, Callable[..., Any]] = {"Transformers, grouped_mm": transformers, "CAPMoEModel": wrapped, "CAPMoEModel, recording": recording}
+    variants: dict[str, Callable[..., Any]] = {
+        "Transformers, grouped_mm": transformers,
+        "CAPMoEModel": wrapped,
+        "CAPMoEModel, recording": recording,
+    }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     with torch.no_grad():
         for index in tqdm(range(args.rounds + 1), desc="rounds"):
@@ -56,7 +60,11 @@ def main() -> None:
                     seconds[name].append(time.perf_counter() - start)
     base = np.array(next(iter(seconds.values())))
     rows = [
-        {"forward of 4 x 512 tokens": name, "median ms": f"{np.median(times) * 1e3:.1f}", "ratio": f"{np.median(np.array(times) / base):.3f}"}
+        {
+            "forward of 4 x 512 tokens": name,
+            "median ms": f"{np.median(times) * 1e3:.1f}",
+            "ratio": f"{np.median(np.array(times) / base):.3f}",
+        }
         for name, times in seconds.items()
     ]
     print(markdown_table(rows))

@@ -70,11 +70,19 @@ def main() -> None:
     model = CAPMoEModel.from_pretrained(embedded_model(args.model), cap_config=config, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(embedded_model(args.model))
     with model.group.all_or_none():
-        names = args.corpora.split(",") if args.corpora else ["wikitext", "gsm8k", "arxiv", "python"] if find_data_dir(args.data_dir) else ["python"]
+        names = (
+            args.corpora.split(",")
+            if args.corpora
+            else ["wikitext", "gsm8k", "arxiv", "python"]
+            if find_data_dir(args.data_dir)
+            else ["python"]
+        )
         calibration = mixed_texts(names, "train", args.data_dir)
         blocks = token_blocks(tokenizer, mixed_texts(names, "test", args.data_dir), 256, args.held_out_blocks)
         batches = own_share(blocks, model.group.rank, num_ranks, batch_size=4)
-        calibration_batches = own_share(token_blocks(tokenizer, calibration, 256, 16 * num_ranks), model.group.rank, num_ranks, batch_size=4)
+        calibration_batches = own_share(
+            token_blocks(tokenizer, calibration, 256, 16 * num_ranks), model.group.rank, num_ranks, batch_size=4
+        )
 
     trace = record_texts(model, tokenizer, calibration, args.calibration_tokens)  # step 1, pruning on
     spectrum = Placer(Topology(num_ranks), method="greedy").spectrum(trace, args.num_placements)  # steps 2 and 3
@@ -97,17 +105,30 @@ def main() -> None:
         write_report(args, names, trace, {name: layout for name, layout, _ in rows}, results, timings, chosen)
 
 
-def write_report(args: Any, names: list[str], trace: Any, layouts: dict[str, Any], results: dict[str, HeldOutResult], timings: list[Any], chosen: int) -> None:
+def write_report(
+    args: Any, names: list[str], trace: Any, layouts: dict[str, Any], results: dict[str, HeldOutResult], timings: list[Any], chosen: int
+) -> None:
     """Print the table, write report.json, and draw the pictures where matplotlib is installed."""
     out = Path(args.output_dir)
     out.mkdir(parents=True, exist_ok=True)
     held_out = next(iter(results.values())).trace
-    print(f"\n{args.model} on {trace.num_tokens:,} traced and {held_out.num_tokens:,} held-out tokens of {', '.join(names)}; {len(timings)} layouts measured\n")
+    tokens = f"{trace.num_tokens:,} traced and {held_out.num_tokens:,} held-out tokens of {', '.join(names)}"
+    print(f"\n{args.model} on {tokens}; {len(timings)} layouts measured\n")
     print(markdown_table([table_row(name, result) for name, result in results.items()]))
     numbers = {name: {key: value for key, value in vars(result).items() if key != "trace"} for name, result in results.items()}
-    profile = [{"layout": timing.layout.fingerprint, "forward_s": timing.forward_s, "tokens_per_s": timing.tokens_per_s} for timing in timings]
+    profile = [
+        {"layout": timing.layout.fingerprint, "forward_s": timing.forward_s, "tokens_per_s": timing.tokens_per_s} for timing in timings
+    ]
     layouts_used = {name: layout.to_dict() for name, layout in layouts.items()}
-    report = {"arguments": vars(args), "corpora": names, "results": numbers, "profile": profile, "chosen": chosen, "layouts": layouts_used, **provenance()}
+    report = {
+        "arguments": vars(args),
+        "corpora": names,
+        "results": numbers,
+        "profile": profile,
+        "chosen": chosen,
+        "layouts": layouts_used,
+        **provenance(),
+    }
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     written = ["report.json"]
     try:
@@ -117,7 +138,9 @@ def write_report(args: Any, names: list[str], trace: Any, layouts: dict[str, Any
         plot_coactivation(held_out, pair, out / "coactivation.png")
         points = [timing.layout.metrics(held_out) for timing in timings]
         series = {"spectrum": [(m.devices_per_token, m.load_imbalance) for m in points]}
-        series |= {name: [(results[name].devices_per_token, results[name].load_imbalance)] for name in (list(results)[0], list(results)[-1])}
+        series |= {
+            name: [(results[name].devices_per_token, results[name].load_imbalance)] for name in (list(results)[0], list(results)[-1])
+        }
         plot_tradeoff(series, out / "tradeoff.png", series["spectrum"][chosen])
         written += ["coactivation.png", "tradeoff.png"]
     except ImportError as error:

@@ -19,7 +19,16 @@ import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, DeepseekV2Config, HfArgumentParser, PreTrainedTokenizerFast, Qwen3MoeConfig, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    HfArgumentParser,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from cap_hf.corpora import load_texts, token_blocks
@@ -75,7 +84,9 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>", "<|pad|>"], initial_alphabet=alphabet))
+    bpe.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>", "<|pad|>"], initial_alphabet=alphabet)
+    )
     end = "<|endoftext|>"
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token="<|pad|>", model_max_length=BLOCK)
 
@@ -87,11 +98,53 @@ def pack(tokenizer: Any, texts: list[str], rng: np.random.Generator | None = Non
     return Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
 
+def training_texts(data_dir: str | None, rng: np.random.Generator) -> dict[str, list[str]]:
+    """Training part of every corpus; of the large Python one a random choice of files."""
+    texts = {name: load_texts(name, "train", data_dir) for name in EPOCHS}
+    shuffled = [texts["python"][i] for i in rng.permutation(len(texts["python"]))]
+    ends = np.cumsum([len(text) for text in shuffled])
+    texts["python"] = [text for text, end in zip(shuffled, ends, strict=True) if end <= PYTHON_CHARACTERS]
+    return texts
+
+
+def ship(model: Any, tokenizer: Any, dtype: str, out: Path) -> None:
+    """Save weights in ``dtype`` and a config that computes in float32, with the cache that training turns off."""
+    model.to(getattr(torch, dtype)).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    config = json.loads((out / "config.json").read_text()) | {"dtype": "float32", "use_cache": True}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def model_card(summary: dict[str, Any], command: str) -> str:
+    """README of a shipped model: what it is, what it was trained on, what it reaches."""
+    corpora = ", ".join(f"{name} x {passes}" for name, passes in summary["corpora"].items())
+    scores = "\n".join(f"| {name} | {value:.1f} |" for name, value in summary["perplexity"].items())
+    return f"""# {Path(summary["output_dir"]).name}
+
+A {summary["family"]} with {summary["parameters"] / 1e6:.1f} million parameters, for tests and demonstrations: too small to be
+useful as a language model, but trained on real text, so that its routing and the effect of pruning mean something.
+
+- Trained on {summary["tokens"] / 1e6:.1f} million tokens in {summary["steps"]:,} steps of 2,048 and {summary["minutes"]:.0f} minutes on one CPU core.
+- Corpora, passes per mixture epoch of {summary["mixture_tokens"] / 1e6:.1f} million tokens: {corpora}; wikitext is the validation part of WikiText-2,
+  python the source of Python's standard library, arxiv abstracts. Every 20th document of arxiv and python is held out.
+- Tokenizer: byte-level BPE of {VOCAB_SIZE:,} entries trained on the same text. Context: {BLOCK} tokens.
+- Weights are stored in {summary["shipped_dtype"]} and scored so.
+- Made by `{command}`
+
+| held-out text | perplexity per token |
+|---|---:|
+{scores}
+
+humaneval and chat were not trained on. The texts keep their own licences (WikiText CC BY-SA, GSM8K MIT, arXiv metadata CC0, Python PSF).
+"""
+
+
 def main() -> None:
     defaults = dict(
-        learning_rate=3e-3, per_device_train_batch_size=4, per_device_eval_batch_size=8, max_steps=4000, warmup_steps=150, lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs='{"min_lr_rate": 0.02}', weight_decay=0.1, adam_beta2=0.95, max_grad_norm=1.0, logging_steps=50, save_steps=500, save_total_limit=1,
-        report_to="none", use_cpu=not torch.cuda.is_available(), dataloader_num_workers=0, seed=0, optim="adamw_torch",
+        learning_rate=3e-3, per_device_train_batch_size=4, per_device_eval_batch_size=8, max_steps=4000, warmup_steps=150,
+        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs='{"min_lr_rate": 0.02}', weight_decay=0.1, adam_beta2=0.95,
+        max_grad_norm=1.0, logging_steps=50, save_steps=500, save_total_limit=1, report_to="none",
+        use_cpu=not torch.cuda.is_available(), dataloader_num_workers=0, seed=0, optim="adamw_torch",
     )  # fmt: skip
     parser = HfArgumentParser((RecipeArguments, TrainingArguments))
     parser.set_defaults(**defaults)
@@ -99,16 +152,12 @@ def main() -> None:
     if recipe.family not in FAMILIES:
         raise ValueError(f"--family {recipe.family!r} is not known; choose one of {', '.join(FAMILIES)}")
     set_seed(args.seed)
-    texts = {name: load_texts(name, "train", recipe.data_dir) for name in EPOCHS}
     rng = np.random.default_rng(args.seed)
-    shuffled = [texts["python"][i] for i in rng.permutation(len(texts["python"]))]
-    ends = np.cumsum([len(text) for text in shuffled])
-    texts["python"] = [text for text, end in zip(shuffled, ends, strict=True) if end <= PYTHON_CHARACTERS]
+    texts = training_texts(recipe.data_dir, rng)
     tokenizer = build_tokenizer([text for name in EPOCHS for text in texts[name]])
     parts = [pack(tokenizer, texts[name], rng) for name, passes in EPOCHS.items() for _ in range(passes)]
     mixture = concatenate_datasets(parts).shuffle(seed=args.seed)
     held_out = {name: pack(tokenizer, load_texts(name, "test", recipe.data_dir)) for name in EVALUATED}
-    print({name: len(part) * BLOCK for name, part in held_out.items()}, "held-out tokens;", len(mixture) * BLOCK, "tokens in one mixture epoch", flush=True)
 
     config = FAMILIES[recipe.family]()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="grouped_mm")
@@ -116,21 +165,21 @@ def main() -> None:
     trainer.balance_coef = recipe.balance_coef
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    seconds = time.perf_counter() - started
-    trainer.model.to(getattr(torch, recipe.shipped_dtype)).to(torch.float32)  # score the weights as they will be stored
-    perplexity = {name: math.exp(trainer.evaluate(part)["eval_loss"]) for name, part in held_out.items()}
+    minutes = (time.perf_counter() - started) / 60
+    model.to(getattr(torch, recipe.shipped_dtype)).to(torch.float32)  # score the weights as they will be stored
+    perplexity = {name: round(math.exp(trainer.evaluate(part)["eval_loss"]), 2) for name, part in held_out.items()}
     out = Path(args.output_dir)
-    model.to(getattr(torch, recipe.shipped_dtype)).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    saved = json.loads((out / "config.json").read_text())
-    saved["dtype"] = "float32"  # the file is half precision to be small; the model computes in float32 on a CPU
-    (out / "config.json").write_text(json.dumps(saved, indent=2) + "\n")
-    summary = dict(
+    ship(model, tokenizer, recipe.shipped_dtype, out)
+    summary: dict[str, Any] = dict(
         family=recipe.family, parameters=sum(p.numel() for p in model.parameters()), steps=args.max_steps,
-        tokens=args.max_steps * args.per_device_train_batch_size * BLOCK, corpora=EPOCHS, minutes=round(seconds / 60, 1),
-        perplexity={name: round(value, 2) for name, value in perplexity.items()},
+        tokens=args.max_steps * args.per_device_train_batch_size * BLOCK, mixture_tokens=len(mixture) * BLOCK, corpora=EPOCHS,
+        minutes=round(minutes, 1), shipped_dtype=recipe.shipped_dtype, output_dir=str(args.output_dir), perplexity=perplexity,
     )  # fmt: skip
     (out / "training.json").write_text(json.dumps(summary, indent=2) + "\n")
+    command = (
+        f"python recipes/train_tiny.py --family {recipe.family} --max_steps {args.max_steps} --output_dir {args.output_dir} --data_dir ..."
+    )
+    (out / "README.md").write_text(model_card(summary, command))
     print(json.dumps(summary, indent=2))
 
 

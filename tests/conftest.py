@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 
 # Before torch, tokenizers and huggingface_hub are imported. Tests never need the Hub, so that they pass without one.
 _DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-_COMPILED = Path(sys.prefix, "torch_extensions")  # filled by `make`; used by a bare `pytest` as well
-for _name, _value in (_DEFAULTS | ({"TORCH_EXTENSIONS_DIR": str(_COMPILED)} if _COMPILED.is_dir() else {})).items():
+for _name, _value in _DEFAULTS.items():
     os.environ.setdefault(_name, _value)
 
 from ranks import RankPool, warm_up  # noqa: E402

@@ -44,7 +44,9 @@ def _reference(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, k
 def test_reference_dispatcher_equals_a_loop_over_pairs(num_tokens: int, num_ranks: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_experts, top_k = 8, 3
-    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)] or [torch.zeros(3).long()])[:num_tokens]
+    ids = torch.stack([torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)] or [torch.zeros(3).long()])[
+        :num_tokens
+    ]
     weights = torch.rand((num_tokens, top_k), generator=generator)
     hidden = 1000.0 * torch.arange(num_tokens)[:, None] + torch.arange(5)  # token value = 1000 * token + column
     kept = torch.rand((num_tokens, top_k), generator=generator) < 0.7
@@ -72,5 +74,7 @@ def test_combine_gives_zeros_to_a_token_without_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_keep_the_dtype(dtype: torch.dtype) -> None:
-    work = Dispatcher().dispatch(torch.ones((2, 3), dtype=dtype), torch.zeros((2, 1), dtype=torch.long), torch.zeros((2, 1), dtype=torch.long), torch.ones((2, 1)))
+    work = Dispatcher().dispatch(
+        torch.ones((2, 3), dtype=dtype), torch.zeros((2, 1), dtype=torch.long), torch.zeros((2, 1), dtype=torch.long), torch.ones((2, 1))
+    )
     assert work.rows_VH.dtype == dtype

@@ -28,7 +28,9 @@ def write_checkpoint(folder: Path) -> int:
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}.mlp.experts"
         shapes = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
-        shards.append({f"{prefix}.{e}.{part}.weight": torch.full(shape, e / 1000) for e in range(EXPERTS) for part, shape in shapes.items()})
+        shards.append(
+            {f"{prefix}.{e}.{part}.weight": torch.full(shape, e / 1000) for e in range(EXPERTS) for part, shape in shapes.items()}
+        )
     weight_map = {}
     for index, shard in enumerate(shards):
         save_file(shard, folder / f"model-{index}.safetensors", metadata={"format": "pt"})

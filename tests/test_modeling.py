@@ -19,10 +19,14 @@ from cap_hf.parallel.loading import own_shard_class
 from cap_hf.recorder import record_texts
 
 TEXT = "The river rises in the hills and flows south. def add(a, b): return a + b. Question: how many apples are left?"
-SIZES: dict[str, Any] = dict(vocab_size=97, hidden_size=32, num_attention_heads=4, moe_intermediate_size=16, intermediate_size=48, num_experts_per_tok=3)
+SIZES: dict[str, Any] = dict(
+    vocab_size=97, hidden_size=32, num_attention_heads=4, moe_intermediate_size=16, intermediate_size=48, num_experts_per_tok=3
+)
 MLA: dict[str, Any] = dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, n_shared_experts=1)
 CONFIGS = {  # dense layers in between: layer 1 by mlp_only_layers, layers 0, 2 by decoder_sparse_step, layer 0 by first_k_dense_replace
-    "qwen3_moe, dense layer": (Qwen3MoeConfig(**SIZES, num_hidden_layers=3, num_key_value_heads=2, head_dim=8, num_experts=8, mlp_only_layers=[1]), [0, 2]),
+    "qwen3_moe, dense layer": (Qwen3MoeConfig(
+            **SIZES, num_hidden_layers=3, num_key_value_heads=2, head_dim=8, num_experts=8, mlp_only_layers=[1],
+        ), [0, 2]),
     "qwen3_moe, every second": (
         Qwen3MoeConfig(**SIZES, num_hidden_layers=4, num_key_value_heads=2, head_dim=8, num_experts=8, decoder_sparse_step=2),
         [1, 3],
@@ -162,7 +166,11 @@ def test_own_shard_reads_only_its_experts(packed: bool, tmp_path: Path) -> None:
     config, _ = CONFIGS["qwen3_moe, dense layer"]
     reference = tiny(config)
     if packed:
-        save_file({key: value.contiguous() for key, value in reference.state_dict().items()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {key: value.contiguous() for key, value in reference.state_dict().items()},
+            tmp_path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         config.architectures = ["Qwen3MoeForCausalLM"]
         config.save_pretrained(tmp_path)
     else:
@@ -200,7 +208,9 @@ def test_unsupported_and_moe_less_models_are_refused_by_name(tmp_path: Path) -> 
     LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2).save_pretrained(tmp_path / "llama")
     with pytest.raises(ValueError, match="'llama' is not supported; supported: qwen3_moe, deepseek_v2, deepseek_v3"):
         CAPMoEModel.from_pretrained(tmp_path / "llama")
-    Qwen3MoeConfig(**SIZES, num_hidden_layers=2, num_key_value_heads=2, num_experts=8, mlp_only_layers=[0, 1]).save_pretrained(tmp_path / "dense")
+    Qwen3MoeConfig(**SIZES, num_hidden_layers=2, num_key_value_heads=2, num_experts=8, mlp_only_layers=[0, 1]).save_pretrained(
+        tmp_path / "dense"
+    )
     with pytest.raises(ValueError, match="2 layers and 0 MoE layers"):
         CAPMoEModel.from_pretrained(tmp_path / "dense")
 

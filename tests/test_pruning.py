@@ -22,7 +22,7 @@ from cap_hf.pruning import prune_devices, prune_experts
 
 TOPOLOGIES = [Topology(4), Topology(4, 2, 2.0), Topology(6, 3, 1.5), Topology(8, 2, 3.0), Topology(8, 4, 5.0), Topology(64, 8, 4 / 3)]
 SOLVERS = ["greedy", "exact"]
-quick = settings(max_examples=100, deadline=None)
+quick = settings(max_examples=60, deadline=None)
 
 
 @dataclass
@@ -132,14 +132,14 @@ def test_worked_example_keeps_exactly_seven_tenths(solver, scale):
 
 def test_a_tie_goes_to_the_cheaper_rank():
     # 0.2 / 1 ties with 0.4 / 2; 0.1 + 0.2 is enough, and so would 0.1 + 0.4 be
-    assert worked_example("0.75").kept_ranks(0, worked_example("0.75").keep()) == {0, 1}
+    case = worked_example("0.75")
+    assert case.kept_ranks(0, case.keep()) == {0, 1}
 
 
 @pytest.mark.parametrize(("lead", "first"), [(5e-7, 1), (1e-5, 2)])
 def test_ratios_tie_within_a_millionth(lead, first):
     # other node ahead by ``lead`` in share per cost; p lets one remote rank of the two suffice
     weights = torch.tensor([[0.1, 0.3 - 2 * lead / 3, 0.6 + 2 * lead / 3]])
-    weights[0, 1:] += torch.tensor([-1, 1]) * 0.0
     keep = prune_devices(torch.tensor([[0, 1, 2]]), weights, torch.arange(4), torch.tensor([0]), Topology(4, 2, 2.0), 0.65)
     assert keep.tolist() == [[True, first == 1, first == 2]]
 
@@ -212,13 +212,9 @@ def test_a_threshold_just_below_one_keeps_one_rank(solver, threshold):
     expert_to_rank = torch.tensor([0, 1, 3, 3])
     # own rank with a score; no expert on the own rank; own rank without a score, which alone would leave nothing
     keep = prune_devices(ids, weights, expert_to_rank, torch.tensor([0, 2, 0]), topology, threshold, solver)
-    assert (
-        keep.tolist() == [[True, False, False, False], [False, False, True, True], [True, True, False, False]]
-        if solver == "exact"
-        else True
-    )
-    assert keep[0].tolist() == [True, False, False, False]
-    assert all(len(set(expert_to_rank[keep[t]].tolist()) - {0}) == 1 for t in (1, 2))
+    best_per_cost, cheapest = [True, False, True, True], [True, True, False, False]
+    last = best_per_cost if solver == "greedy" else cheapest
+    assert keep.tolist() == [[True, False, False, False], [False, False, True, True], last]
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -306,7 +302,7 @@ def test_inputs_stay_and_gradients_are_not_needed():
     copies = ids.clone(), weights.detach().clone()
     for mode in (torch.inference_mode(), torch.enable_grad()):  # tables made in the first serve the second
         with mode:
-            keep = prune_devices(ids, weights, torch.arange(4), torch.tensor([3]), Topology(4, 2, 7.0), 0.3)
+            keep = prune_devices(ids, weights, torch.arange(4), torch.tensor([1]), Topology(4, 2, 7.0), 0.3)
             assert keep.tolist() == [[True, False, False]]
             assert not keep.requires_grad
     assert torch.equal(ids, copies[0])

@@ -179,9 +179,7 @@ class _Exchange:
     received: tuple[list[int], list[int]]
 
 
-def _pack_and_send(
-    group: ExpertGroup, sections: Sequence[tuple[torch.Tensor, Sequence[int], Sequence[int]]]
-) -> list[torch.Tensor]:
+def _pack_and_send(group: ExpertGroup, sections: Sequence[tuple[torch.Tensor, Sequence[int], Sequence[int]]]) -> list[torch.Tensor]:
     """Send several tensors in one collective: (tensor, entries to each rank, entries from each rank) per section.
 
     Each rank's message is its share of every section, as bytes, one after the other.
@@ -193,7 +191,9 @@ def _pack_and_send(
     in_sizes = [[count * width for count in received] for (_, _, received), width in zip(sections, entry_bytes, strict=True)]
     shares = [torch.split(flat, sizes) for flat, sizes in zip(as_bytes, out_sizes, strict=True)]
     message = torch.cat([share[rank] for rank in range(size) for share in shares])
-    arrived = group.all_to_all(message, [sum(s[r] for s in in_sizes) for r in range(size)], [sum(s[r] for s in out_sizes) for r in range(size)])
+    arrived = group.all_to_all(
+        message, [sum(s[r] for s in in_sizes) for r in range(size)], [sum(s[r] for s in out_sizes) for r in range(size)]
+    )
     pieces = torch.split(arrived, [sizes[rank] for rank in range(size) for sizes in in_sizes])
     return [
         torch.cat(pieces[index :: len(sections)]).view(tensor.dtype).view(-1, *tensor.shape[1:])  # cat aligns the bytes

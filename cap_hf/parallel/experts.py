@@ -96,7 +96,9 @@ def _renormalized(weights_TK: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     return weights_TK * scale
 
 
-def _run_local_experts(module: Any, rows_VH: torch.Tensor, row_P: torch.Tensor, slot_P: torch.Tensor, weight_P: torch.Tensor) -> torch.Tensor:
+def _run_local_experts(
+    module: Any, rows_VH: torch.Tensor, row_P: torch.Tensor, slot_P: torch.Tensor, weight_P: torch.Tensor
+) -> torch.Tensor:
     """Weighted sum of each row's experts, (V, H), by Transformers' grouped kernel with one expert per entry."""
     out_VH = torch.zeros_like(rows_VH, dtype=torch.float32)  # sums of half-precision outputs are kept exact until the end
     if len(row_P) == 0:

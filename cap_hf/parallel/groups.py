@@ -118,12 +118,14 @@ def init_expert_group() -> ExpertGroup:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ExpertGroup()
-    # DeepSpeed's shared-memory all-reduce reads LOCAL_SIZE, which torchrun does not set, and crashes without it.
-    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-    from deepspeed import comm, init_distributed
+    import deepspeed
+    from deepspeed import comm
 
     if not comm.is_initialized():
-        init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+        # DeepSpeed would compile its shared-memory all-reduce first (a minute, and a C++ compiler), which nothing here calls
+        # and which keeps 69 MB per rank in /dev/shm.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo", auto_mpi_discovery=False, verbose=False)
     return ExpertGroup(rank=comm.get_rank(), size=comm.get_world_size())
 
 

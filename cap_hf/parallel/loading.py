@@ -96,10 +96,12 @@ def _open_all(files: Sequence[str]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for file in files:
         if not str(file).endswith(".safetensors"):
-            raise ValueError(f"checkpoint file {Path(file).name} is not safetensors; own-shard loading reads only that: convert the checkpoint first")
+            raise ValueError(
+                f"checkpoint file {Path(file).name} is not safetensors; own-shard loading reads only that: convert the checkpoint first"
+            )
         try:
             handle = safe_open(file, framework="pt")
-            tensors.update({key: handle.get_slice(key) for key in handle.keys()})  # a slice keeps its file open
+            tensors.update({key: handle.get_slice(key) for key in list(handle.keys())})  # a slice keeps its file open
         except (SafetensorError, OSError) as error:
             raise ValueError(f"checkpoint file {file} is truncated or not safetensors ({error}); fetch it again") from error
     return tensors
@@ -114,7 +116,7 @@ def own_shard_class(model_class: Any, family: MoEFamily, owned: Mapping[int, Seq
         owned: decoder layer index -> ids of the experts to load, ascending.
     """
 
-    class OwnShard(model_class):  # type: ignore[misc]
+    class OwnShard(model_class):
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             _shrink(self, family, owned)
@@ -128,7 +130,10 @@ def own_shard_class(model_class: Any, family: MoEFamily, owned: Mapping[int, Seq
             for layer_id, experts in owned.items():
                 if not experts:
                     module = experts_module(model, family, layer_id)
-                    empty = {name: getattr(module, name).new_empty(getattr(module, name).shape, device="cpu") for name in family.packed_parameters}
+                    empty = {
+                        name: getattr(module, name).new_empty(getattr(module, name).shape, device="cpu")
+                        for name in family.packed_parameters
+                    }
                     set_expert_parameters(module, empty)
                     own |= {f"{family.experts_path(layer_id)}.{name}": value for name, value in empty.items()}
             load: Callable[..., Any] = model_class._load_pretrained_model
