@@ -121,7 +121,7 @@ def _cost_tables(topology: Topology, device: torch.device) -> tuple[torch.Tensor
 
     Nodes are equally large, so cost by place is the same from every rank.
     """
-    cost_RR = torch.from_numpy(topology.cost_matrix)
+    cost_RR = torch.tensor(topology.cost_matrix)
     places_RR = cost_RR.argsort(dim=1, stable=True)
     return places_RR.argsort(dim=1).to(device, torch.int32), cost_RR[0].sort().values.to(device, torch.float32)
 

@@ -5,7 +5,7 @@ Letters: ``L`` MoE layers, ``T`` tokens, ``K`` experts per token, ``B`` rows of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,7 +94,7 @@ class RoutingRecorder:
 
 
 def record_texts(
-    model: CAPMoEModel, tokenizer: Any, texts: Sequence[str], num_tokens: int = 8000, batch_size: int = 4, progress: bool = True
+    model: CAPMoEModel, tokenizer: Any, texts: Iterable[str], num_tokens: int = 8000, batch_size: int = 4, progress: bool = True
 ) -> RoutingTrace:
     """Routing of about ``num_tokens`` tokens of ``texts``, each text a request cut at the model's context length.
 
@@ -118,18 +118,19 @@ def record_texts(
         return recorder.trace()
 
 
-def _tokenized(model: CAPMoEModel, tokenizer: Any, texts: Sequence[str], num_tokens: int) -> list[list[int]]:
+def _tokenized(model: CAPMoEModel, tokenizer: Any, texts: Iterable[str], num_tokens: int) -> list[list[int]]:
     """Token ids of as many texts as hold ``num_tokens`` tokens."""
     longest, left = int(model.config.max_position_embeddings), num_tokens
     requests: list[list[int]] = []
-    for text in texts:
+    num_texts = 0
+    for num_texts, text in enumerate(texts, start=1):  # noqa: B007  # the last value is told in the error
         ids = tokenizer(text, truncation=True, max_length=min(longest, left))["input_ids"]
         requests += [ids] if ids else []
         left -= len(ids)
         if left == 0:
             break
     if not requests:
-        raise ValueError(f"{len(texts)} texts yield 0 tokens, 1 or more needed; give texts that are not empty")
+        raise ValueError(f"{num_texts} texts yield 0 tokens, 1 or more needed; give texts that are not empty")
     return requests
 
 

@@ -124,9 +124,9 @@ def model_card(summary: dict[str, Any], command: str) -> str:
 A {summary["family"]} with {summary["parameters"] / 1e6:.1f} million parameters, for tests and demonstrations: too small to be
 useful as a language model, but trained on real text, so that its routing and the effect of pruning mean something.
 
-- Trained on {summary["tokens"] / 1e6:.1f} million tokens in {summary["steps"]:,} steps of 2,048 and {summary["minutes"]:.0f} minutes on one CPU core.
-- Corpora, passes per mixture epoch of {summary["mixture_tokens"] / 1e6:.1f} million tokens: {corpora}; wikitext is the validation part of WikiText-2,
-  python the source of Python's standard library, arxiv abstracts. Every 20th document of arxiv and python is held out.
+- Trained on {summary["tokens"] / 1e6:.1f} million tokens in {summary["steps"]:,} steps: {summary["minutes"]:.0f} minutes on a CPU core.
+- Mixture of {summary["mixture_tokens"] / 1e6:.1f} million tokens, corpus x passes: {corpora}. wikitext is the validation part
+  of WikiText-2, python the source of Python's standard library, arxiv abstracts. Every 20th document of arxiv and python is held out.
 - Tokenizer: byte-level BPE of {VOCAB_SIZE:,} entries trained on the same text. Context: {BLOCK} tokens.
 - Weights are stored in {summary["shipped_dtype"]} and scored so.
 - Made by `{command}`

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 
-from cap_hf import CAPConfig, CAPMoEModel, ExpertLayout, RoutingRecorder, Topology
+from cap_hf import CAPConfig, CAPMoEModel, ExpertLayout, Placer, RoutingRecorder, Topology
 from cap_hf.families import FAMILIES, family_of
 from cap_hf.models import EMBEDDED_MODELS, embedded_model
 from cap_hf.parallel.loading import own_shard_class
@@ -258,3 +258,18 @@ def test_wrapping_a_live_model_equals_loading_it() -> None:
     with torch.no_grad():
         assert torch.equal(wrapped(input_ids=batch(name)).logits, loaded(input_ids=batch(name)).logits)
     assert wrapped.config is wrapped.model.config  # what is not ours is the wrapped model's
+
+
+def test_placer_fit_takes_datasets_and_strings() -> None:
+    import datasets
+
+    name = EMBEDDED_MODELS[0]
+    model, tokenizer = load(name), AutoTokenizer.from_pretrained(embedded_model(name))
+    rows = [TEXT, "A church was built in 1852.", "def f(x): return x"]
+    placer = Placer(Topology(4))
+    from_strings = placer.fit(rows, model, tokenizer, num_tokens=60, num_placements=3)
+    from_dataset = placer.fit(datasets.Dataset.from_dict({"body": rows}), model, tokenizer, 60, 3, text_column="body")
+    expected = placer.spectrum(record_texts(load(name), tokenizer, rows, 60, progress=False), 3)
+    assert from_strings == from_dataset == expected
+    with pytest.raises(ValueError, match="row 0 has columns body, not text_column='text'"):
+        placer.fit(datasets.Dataset.from_dict({"body": rows}), model, tokenizer)

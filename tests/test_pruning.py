@@ -176,6 +176,21 @@ def test_exact_never_costs_more_and_equals_greedy_where_costs_are_equal(case):
             assert costs[0] == costs[1]
 
 
+def test_equal_costs_go_to_the_larger_share_also_where_cost_sums_round():
+    # own 1, near 1000, then 4 near ranks of 30 or 3 far ones of 41: 1 + 4 = 1 + 3 * 4/3, but not in float32
+    weights = torch.tensor([[1.0, 1000, 30, 30, 30, 30, 41, 41, 41]])
+    keep = prune_devices(torch.arange(9)[None], weights, torch.arange(9), torch.tensor([0]), Topology(12, 6, 4 / 3), 123 / 1244, "exact")
+    assert keep.tolist() == [[True, True, False, False, False, False, True, True, True]]
+
+
+def test_equal_costs_and_shares_go_to_the_cheaper_ranks_also_where_shares_round():
+    a, b = torch.cartesian_prod(torch.arange(1, 31), torch.arange(1, 31)).float().T
+    weights = torch.stack([2 * (a + b), a + b, a, b], dim=1)  # own half; a far rank, or two near ones at the same price
+    ids = torch.tensor([0, 2, 1, 3]).expand(900, 4)
+    keep = prune_devices(ids, weights, torch.tensor([0, 1, 3, 2]), torch.zeros(900).long(), Topology(6, 3, 2.0), 0.25, "exact")
+    assert torch.equal(keep, torch.tensor([True, False, True, True]).expand(900, 4))
+
+
 @given(cases(), st.sampled_from(SOLVERS), st.randoms(use_true_random=False))
 @quick
 def test_order_of_slots_does_not_matter(case, solver, random):

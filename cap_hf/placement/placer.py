@@ -5,8 +5,9 @@ Letters: ``L`` layers, ``E`` experts per layer, ``R`` ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from cap_hf.placement.greedy import greedy_layers
 from cap_hf.placement.spectrum import PlacementSpectrum, adjusted_spectrum
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace
+
+if TYPE_CHECKING:
+    from cap_hf.modeling import CAPMoEModel
 
 __all__ = ["METHODS", "Placer"]
 
@@ -74,3 +78,45 @@ class Placer:
             ValueError: fewer experts per layer than ranks, or fewer than 1 placement.
         """
         return adjusted_spectrum(self.place(trace), trace, num_placements)
+
+    def fit(
+        self,
+        dataset: Iterable[Any],
+        model: CAPMoEModel,
+        tokenizer: Any,
+        num_tokens: int = 8000,
+        num_placements: int = 8,
+        text_column: str = "text",
+        batch_size: int = 4,
+    ) -> PlacementSpectrum:
+        """Run ``model`` on text, record its routing under the pruning it is set to, and make the spectrum.
+
+        Args:
+            dataset: a ``datasets.Dataset`` (streaming too) with ``text_column``, or plain strings.
+            model: the wrapped model; with several ranks every rank calls this alike and gets the same spectrum.
+            tokenizer: the model's.
+            num_tokens: tokens to record.
+            num_placements: layouts in the spectrum.
+            text_column: where the text is, for rows that are mappings.
+            batch_size: texts per forward.
+
+        Raises:
+            ValueError: no such column, no tokens, or a trace with fewer experts than this placer's ranks.
+        """
+        from cap_hf.recorder import record_texts  # needs torch, which placement itself does not
+
+        trace = record_texts(model, tokenizer, _texts(dataset, text_column), num_tokens, batch_size)
+        return self.spectrum(trace, num_placements)
+
+
+def _texts(dataset: Iterable[Any], text_column: str) -> Iterable[str]:
+    """The text of each row, read as it is asked for."""
+    for number, row in enumerate(dataset):
+        if isinstance(row, str):
+            yield row
+        elif text_column in row:
+            yield row[text_column]
+        else:
+            raise ValueError(
+                f"row {number} has columns {', '.join(row)}, not text_column={text_column!r}; name the column that holds the text"
+            )
