@@ -56,7 +56,11 @@ def load_texts(name: str, split: str = "test", data_dir: str | Path | None = Non
         raise ValueError(f"unknown corpus {name!r}; choose one of {', '.join(CORPORA)}")
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r} of corpus {name!r}; choose one of {', '.join(SPLITS)}")
-    texts = [text for text in CORPORA[name](split, find_data_dir(data_dir)) if text.strip()]
+    root = find_data_dir(data_dir)
+    try:
+        texts = [text for text in CORPORA[name](split, root) if text.strip()]
+    except OSError as error:
+        raise ValueError(f"corpus {name!r} is not in {root} ({error}); give a complete data folder, or none to use the Hub") from error
     if not texts:
         raise ValueError(f"corpus {name!r}, split {split!r} holds 0 documents, 1 or more needed; give another split or data folder")
     return texts
