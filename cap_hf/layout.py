@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cap_hf.trace import RoutingTrace
 __all__ = ["ExpertLayout"]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class ExpertLayout:
     """Immutable map from experts to ranks, every layer on its own; ranks may hold different numbers of experts.
 
@@ -32,23 +34,27 @@ class ExpertLayout:
         ValueError: wrong shape or type, ranks out of range, fewer experts than ranks.
     """
 
-    def __init__(self, expert_to_rank: Any, topology: Topology, layer_ids: Sequence[int] | np.ndarray | None = None) -> None:
-        ranks = np.asarray(expert_to_rank)
+    expert_to_rank: Any
+    topology: Topology
+    layer_ids: Any = None
+
+    def __post_init__(self) -> None:
+        ranks, num_ranks = np.asarray(self.expert_to_rank), self.topology.num_ranks
         if ranks.ndim != 2 or 0 in ranks.shape or not np.issubdtype(ranks.dtype, np.integer):
             raise ValueError(f"expert_to_rank has shape {ranks.shape} and type {ranks.dtype}; it must be integers, (layers, experts)")
-        if ranks.shape[1] < topology.num_ranks:
-            raise ValueError(f"{ranks.shape[1]} experts per layer for {topology.num_ranks} ranks; use at most {ranks.shape[1]} ranks")
-        outside = (ranks < 0) | (ranks >= topology.num_ranks)
+        if ranks.shape[1] < num_ranks:
+            raise ValueError(f"{ranks.shape[1]} experts per layer for {num_ranks} ranks; use at most {ranks.shape[1]} ranks")
+        outside = (ranks < 0) | (ranks >= num_ranks)
         if outside.any():
             layer, expert = (int(i) for i in np.argwhere(outside)[0])
-            raise ValueError(
-                f"expert_to_rank[{layer}, {expert}] is {ranks[layer, expert]}; it must be 0 to {topology.num_ranks - 1}: place again"
-            )
-        self.topology = topology
-        self.expert_to_rank = read_only(ranks.astype(np.int64))
-        self.layer_ids = read_only(np.array(range(len(ranks)) if layer_ids is None else layer_ids, dtype=np.int64))
-        if self.layer_ids.shape != (len(ranks),):
-            raise ValueError(f"layer_ids has {self.layer_ids.size} entries; expert_to_rank has {len(ranks)} layers")
+            value = ranks[layer, expert]
+            raise ValueError(f"expert_to_rank[{layer}, {expert}] is {value}; it must be 0 to {num_ranks - 1}: place again")
+        layer_ids = np.array(range(len(ranks)) if self.layer_ids is None else self.layer_ids, dtype=np.int64)
+        if layer_ids.shape != (len(ranks),):
+            raise ValueError(f"layer_ids has {layer_ids.size} entries; expert_to_rank has {len(ranks)} layers")
+        # the only writes a frozen value ever sees
+        object.__setattr__(self, "expert_to_rank", read_only(ranks.astype(np.int64)))
+        object.__setattr__(self, "layer_ids", read_only(layer_ids))
 
     @classmethod
     def sequential(

@@ -6,6 +6,7 @@ Letters: ``L`` MoE layers, ``E`` experts per layer, ``K`` experts per token, ``T
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cap_hf._files import read_arrays, read_only, write_arrays
 __all__ = ["RoutingTrace"]
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class RoutingTrace:
     """Immutable record of routing; token t is the same token in every layer.
 
@@ -30,44 +32,47 @@ class RoutingTrace:
         ValueError: wrong shape or type, no tokens, ids out of range or twice in a row, lengths that do not sum to T.
     """
 
-    def __init__(
-        self,
-        expert_ids: Any,
-        num_experts: int,
-        expert_weights: Any = None,
-        layer_ids: Sequence[int] | np.ndarray | None = None,
-        request_lengths: Sequence[int] | np.ndarray | None = None,
-    ) -> None:
-        ids = np.asarray(expert_ids)
+    expert_ids: Any
+    num_experts: int
+    expert_weights: Any = None
+    layer_ids: Any = None
+    request_lengths: Any = None
+
+    def __post_init__(self) -> None:
+        ids = np.asarray(self.expert_ids)
         if ids.ndim != 3 or 0 in ids.shape:
             raise ValueError(f"expert_ids has shape {ids.shape}; it must be (layers, tokens, experts per token), each 1 or more")
         if not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"expert_ids has type {ids.dtype}; it must be an integer type")
-        if num_experts < 1 or num_experts > np.iinfo(np.int16).max:
-            raise ValueError(f"num_experts is {num_experts}; it must be 1 to {np.iinfo(np.int16).max}")
-        ids = ids.astype(np.int64)
-        _check_ids(ids, num_experts)
-        self.num_experts = int(num_experts)
-        self.expert_ids = read_only(ids.astype(np.int16))
-        self.expert_weights = None if expert_weights is None else read_only(np.array(expert_weights, dtype=np.float32))
-        if self.expert_weights is not None and self.expert_weights.shape != ids.shape:
-            raise ValueError(f"expert_weights has shape {self.expert_weights.shape}; it must equal that of expert_ids, {ids.shape}")
-        if self.expert_weights is not None and not np.isfinite(self.expert_weights).all():
-            layer, token, slot = (int(i) for i in np.argwhere(~np.isfinite(self.expert_weights))[0])
-            raise ValueError(
-                f"expert_weights[{layer}, {token}, {slot}] is {self.expert_weights[layer, token, slot]}; scores must be finite"
-            )
-        self.layer_ids = read_only(np.array(range(len(ids)) if layer_ids is None else layer_ids, dtype=np.int64))
-        if self.layer_ids.shape != (len(ids),):
-            raise ValueError(f"layer_ids has {self.layer_ids.size} entries; expert_ids has {len(ids)} layers")
-        lengths = [ids.shape[1]] if request_lengths is None else request_lengths
-        self.request_lengths = read_only(np.array(lengths, dtype=np.int64))
-        if self.request_lengths.ndim != 1 or (self.request_lengths < 0).any():
-            raise ValueError(f"request_lengths is {self.request_lengths.tolist()[:8]}...; it must hold one length of 0 or more per request")
-        if self.request_lengths.sum() != ids.shape[1]:
-            raise ValueError(
-                f"request_lengths sums to {self.request_lengths.sum()}; it must sum to the {ids.shape[1]} tokens of expert_ids"
-            )
+        if not 1 <= self.num_experts <= np.iinfo(np.int16).max:
+            raise ValueError(f"num_experts is {self.num_experts}; it must be 1 to {np.iinfo(np.int16).max}")
+        _check_ids(ids.astype(np.int64), self.num_experts)
+        values = {
+            "expert_ids": ids.astype(np.int16),
+            "num_experts": int(self.num_experts),
+            "expert_weights": None if self.expert_weights is None else np.array(self.expert_weights, dtype=np.float32),
+            "layer_ids": np.array(range(len(ids)) if self.layer_ids is None else self.layer_ids, dtype=np.int64),
+            "request_lengths": np.array([ids.shape[1]] if self.request_lengths is None else self.request_lengths, dtype=np.int64),
+        }
+        for name, value in values.items():  # the only writes a frozen value ever sees
+            object.__setattr__(self, name, read_only(value) if isinstance(value, np.ndarray) else value)
+        self._check_companions()
+
+    def _check_companions(self) -> None:
+        """Weights, layer ids and request lengths must agree with the ids."""
+        shape = self.expert_ids.shape
+        weights, layer_ids, lengths = self.expert_weights, np.asarray(self.layer_ids), np.asarray(self.request_lengths)
+        if weights is not None and weights.shape != shape:
+            raise ValueError(f"expert_weights has shape {weights.shape}; it must equal that of expert_ids, {shape}")
+        if weights is not None and not np.isfinite(weights).all():
+            layer, token, slot = (int(i) for i in np.argwhere(~np.isfinite(weights))[0])
+            raise ValueError(f"expert_weights[{layer}, {token}, {slot}] is {weights[layer, token, slot]}; scores must be finite")
+        if layer_ids.shape != shape[:1]:
+            raise ValueError(f"layer_ids has {layer_ids.size} entries; expert_ids has {shape[0]} layers")
+        if lengths.ndim != 1 or (lengths < 0).any():
+            raise ValueError(f"request_lengths is {lengths.tolist()[:8]}...; it must hold one length of 0 or more per request")
+        if lengths.sum() != shape[1]:
+            raise ValueError(f"request_lengths sums to {lengths.sum()}; it must sum to the {shape[1]} tokens of expert_ids")
 
     @property
     def num_layers(self) -> int:
