@@ -11,7 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["markdown_table", "provenance"]
+from cap_hf.metrics import LayoutMetrics
+
+__all__ = ["layout_row", "markdown_table", "provenance"]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "numpy")
 
@@ -45,3 +47,14 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
 
     rule = "|" + "|".join("-" * (width + 2) if index == 0 else "-" * (width + 1) + ":" for index, width in enumerate(widths)) + "|"
     return "\n".join([line(header), rule, *(line([row[name] for name in header]) for row in rows)])
+
+
+def layout_row(name: str, metrics: LayoutMetrics) -> dict[str, str]:
+    """One line of a table of layouts."""
+    return {
+        "layout": name,
+        "devices/token": f"{metrics.devices_per_token:.3f}",
+        "nodes/token": f"{metrics.nodes_per_token:.3f}",
+        "imbalance": f"{metrics.load_imbalance:.3f}",
+        "C": f"{metrics.communication_cost:.2f}",
+    }
