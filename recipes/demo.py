@@ -66,7 +66,7 @@ def main() -> None:
     (args,) = HfArgumentParser(DemoArguments).parse_args_into_dataclasses()
     num_ranks = require_world_size(lambda size: size > 1, COMMAND)
     logging.disable_progress_bar()
-    config = CAPConfig(pruning="device", prune_threshold=args.threshold)
+    config = CAPConfig(pruning="expert" if args.threshold else "none", prune_threshold=args.threshold)
     model = CAPMoEModel.from_pretrained(embedded_model(args.model), cap_config=config, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(embedded_model(args.model))
     with model.group.all_or_none():
@@ -84,7 +84,7 @@ def main() -> None:
             token_blocks(tokenizer, calibration, 256, 16 * num_ranks), model.group.rank, num_ranks, batch_size=4
         )
 
-    trace = record_texts(model, tokenizer, calibration, args.calibration_tokens)  # step 1, pruning on
+    trace = record_texts(model, tokenizer, calibration, args.calibration_tokens)  # step 1, pruning on: by experts, free of any layout
     spectrum = Placer(Topology(num_ranks), method="greedy").spectrum(trace, args.num_placements)  # steps 2 and 3
     timings = profile_layouts(model, spectrum, calibration_batches)  # step 4
     chosen = min(range(len(timings)), key=lambda index: timings[index].forward_s)

@@ -9,6 +9,7 @@ the bytes sent per token to fall with a better layout and a higher threshold, an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, HfArgumentParser
@@ -44,7 +45,7 @@ def main() -> None:
     model = CAPMoEModel.from_pretrained(args.model, cap_config=config)
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     with model.group.all_or_none():
-        prompts = open(args.prompts, encoding="utf-8").read().splitlines() if args.prompts else PROMPTS
+        prompts = Path(args.prompts).read_text(encoding="utf-8").splitlines() if args.prompts else PROMPTS
         if len(prompts) < size:
             raise ValueError(f"{len(prompts)} prompts for {size} ranks; give {size} or more")
     inputs = tokenizer(prompts[model.group.rank :: size], return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
