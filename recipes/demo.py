@@ -62,44 +62,45 @@ def table_row(name: str, result: HeldOutResult) -> dict[str, str]:
     }
 
 
+def read_text(args: DemoArguments, tokenizer: Any, rank: int, num_ranks: int) -> tuple[list[str], list[str], Any, Any]:
+    """Names of the corpora, calibration texts, and this rank's batches of calibration and of held-out text."""
+    offline = ["wikitext", "gsm8k", "arxiv", "python"] if find_data_dir(args.data_dir) else ["python"]
+    names = args.corpora.split(",") if args.corpora else offline
+    texts = {split: mixed_texts(names, split, args.data_dir) for split in ("train", "test")}
+    sizes = {"train": 16 * num_ranks, "test": args.held_out_blocks}
+    batches = {
+        split: own_share(token_blocks(tokenizer, texts[split], 256, size), rank, num_ranks, batch_size=4) for split, size in sizes.items()
+    }
+    return names, texts["train"], batches["train"], batches["test"]
+
+
 def main() -> None:
     (args,) = HfArgumentParser(DemoArguments).parse_args_into_dataclasses()
     num_ranks = require_world_size(lambda size: size > 1, COMMAND)
+    topology, rule = Topology(num_ranks), "device" if args.threshold else "none"
     logging.disable_progress_bar()
     config = CAPConfig(pruning="expert" if args.threshold else "none", prune_threshold=args.threshold)
     model = CAPMoEModel.from_pretrained(embedded_model(args.model), cap_config=config, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(embedded_model(args.model))
     with model.group.all_or_none():
-        names = (
-            args.corpora.split(",")
-            if args.corpora
-            else ["wikitext", "gsm8k", "arxiv", "python"]
-            if find_data_dir(args.data_dir)
-            else ["python"]
-        )
-        calibration = mixed_texts(names, "train", args.data_dir)
-        blocks = token_blocks(tokenizer, mixed_texts(names, "test", args.data_dir), 256, args.held_out_blocks)
-        batches = own_share(blocks, model.group.rank, num_ranks, batch_size=4)
-        calibration_batches = own_share(
-            token_blocks(tokenizer, calibration, 256, 16 * num_ranks), model.group.rank, num_ranks, batch_size=4
-        )
+        names, calibration, calibration_batches, batches = read_text(args, tokenizer, model.group.rank, num_ranks)
 
     trace = record_texts(model, tokenizer, calibration, args.calibration_tokens)  # step 1, pruning on: by experts, free of any layout
-    spectrum = Placer(Topology(num_ranks), method="greedy").spectrum(trace, args.num_placements)  # steps 2 and 3
+    spectrum = Placer(topology, method="greedy").spectrum(trace, args.num_placements)  # steps 2 and 3
+    model.set_pruning(rule, args.threshold)
     timings = profile_layouts(model, spectrum, calibration_batches)  # step 4
     chosen = min(range(len(timings)), key=lambda index: timings[index].forward_s)
-    default = ExpertLayout.sequential(trace.num_layers, trace.num_experts, Topology(num_ranks), trace.layer_ids)
-    pruned = f"chosen placement, p = {args.threshold}"
+
     rows: list[tuple[str, ExpertLayout, float]] = [
-        ("Default (id order)", default, 0.0),
+        ("Default (id order)", ExpertLayout.sequential(trace.num_layers, trace.num_experts, topology, trace.layer_ids), 0.0),
         ("greedy placement", spectrum[0], 0.0),
         (f"chosen placement ({chosen} of 0-{len(spectrum) - 1})", spectrum[chosen], 0.0),
-        (pruned, spectrum[chosen], args.threshold),
+        (f"chosen placement, p = {args.threshold}", spectrum[chosen], args.threshold),
     ]
     results: dict[str, HeldOutResult] = {}
     for name, layout, threshold in rows:
         model.apply_layout(layout)
-        model.set_pruning("device" if threshold else "none", threshold)
+        model.set_pruning(rule if threshold else "none", threshold)
         results[name] = evaluate_held_out(model, batches)
     if model.group.rank == 0:
         write_report(args, names, trace, {name: layout for name, layout, _ in rows}, results, timings, chosen)
