@@ -38,6 +38,7 @@ class EvalArguments:
     corpus: str | None = field(
         default=None, metadata={"help": "corpus to score; default wikitext, or python where there is no data folder"}
     )
+    renormalize: bool = field(default=False, metadata={"help": "scale surviving weights back to the token's own sum"})
     blocks: int = field(default=128, metadata={"help": "512-token blocks to score"})
     data_dir: str | None = field(default=None, metadata={"help": "folder of local corpora"})
     output_dir: str = field(default="build/eval", metadata={"help": "where perplexity.json goes"})
@@ -74,7 +75,7 @@ def main() -> None:
     results, rows = [], []
     for threshold in thresholds:
         for rule in ("expert", "device") if threshold else ("none",):
-            plain.set_pruning(rule, threshold)
+            plain.set_pruning(rule, threshold, renormalize=args.renormalize)
             result = score(plain, blocks, f"{rule}, p = {threshold}")
             results.append({"pruning": rule, "threshold": threshold, **result})
             change = result["perplexity"] / results[0]["perplexity"] - 1
