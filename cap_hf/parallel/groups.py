@@ -67,10 +67,11 @@ class ExpertGroup:
             return tensor[None]
         from deepspeed import comm
 
-        as_bytes = tensor.contiguous().reshape(-1).view(torch.uint8)  # gloo does not carry every integer type
+        # as bytes, since gloo does not carry every integer type, and on the device that the backend can read
+        as_bytes = tensor.contiguous().reshape(-1).view(torch.uint8).to(_communication_device())
         parts = [torch.empty_like(as_bytes) for _ in range(self.size)]
         comm.all_gather(parts, as_bytes, group=self.handle)
-        return torch.stack([part.view(tensor.dtype).view(tensor.shape) for part in parts])
+        return torch.stack([part.view(tensor.dtype).view(tensor.shape) for part in parts]).to(tensor.device)
 
     def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Tensors that differ in length along dim 0, from every rank, joined in rank order."""
@@ -101,14 +102,18 @@ class ExpertGroup:
     def _tell_failure(self, failure: Exception | None) -> None:
         """Exchange error texts; raise for a peer's failure unless this rank has its own to raise."""
         text = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_MESSAGE_BYTES]
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=device)
-        message[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)].to(device)
-        peers = self.all_gather(message).cpu()
+        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        message[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)]
+        peers = self.all_gather(message)
         for rank, peer in enumerate(peers):
             words = bytes(peer.tolist()).rstrip(b"\0").decode(errors="replace")
             if words and failure is None:
                 raise RankError(f"rank {rank} of {self.size} failed, this rank ({self.rank}) stops with it. {words}")
+
+
+def _communication_device() -> torch.device:
+    """Where a tensor must be for the job's backend: NCCL reads the process's GPU, gloo the host."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def init_expert_group() -> ExpertGroup:
@@ -121,6 +126,8 @@ def init_expert_group() -> ExpertGroup:
     import deepspeed
     from deepspeed import comm
 
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not comm.is_initialized():
         # DeepSpeed would compile its shared-memory all-reduce first (a minute, and a C++ compiler), which nothing here calls
         # and which keeps 69 MB per rank in /dev/shm.
