@@ -108,7 +108,7 @@ def format_of(path: str | Path) -> str | None:
 
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the path of an existing file")
+        raise ValueError(f"{path} is not an existing file; give the path of one")
     try:
         with safe_open(path, framework="np") as handle:
             header = handle.metadata() or {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,24 +47,39 @@ def _show(args: argparse.Namespace, result: dict[str, Any], rows: Sequence[dict[
 def _trace(args: argparse.Namespace) -> None:
     from cap_hf.corpora import load_texts
 
-    layout_wanted = _topology(args)
-    config = CAPConfig(pruning=args.pruning, prune_threshold=args.threshold)
-    if args.text_file:
-        texts = Path(args.text_file).read_text(encoding="utf-8").split("\n\n")
-    else:
-        texts = load_texts(args.corpus, "train", args.data_dir)
-    from transformers import AutoTokenizer
+    topology = _topology(args)
+    CAPConfig(pruning=args.pruning, prune_threshold=args.threshold)  # fails before anything is read
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("cap-hf trace runs as one process, which plays all ranks; launch recipes/place.py to trace on several")
+    if args.num_tokens < 1:
+        raise ValueError(f"--num-tokens is {args.num_tokens}; it must be 1 or more")
+    texts = _read_texts(args.text_file) if args.text_file else load_texts(args.corpus, "train", args.data_dir)
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
+    from cap_hf.families import family_of
     from cap_hf.modeling import CAPMoEModel
     from cap_hf.recorder import record_texts
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    model_config = AutoConfig.from_pretrained(args.model)
+    family = family_of(model_config)
+    layer_ids = family.moe_layer_ids(model_config)
+    layout = ExpertLayout.sequential(len(layer_ids), family.num_experts(model_config), topology, layer_ids)
+    config = CAPConfig(layout=layout, pruning=args.pruning, prune_threshold=args.threshold)
     model = CAPMoEModel.from_pretrained(args.model, cap_config=config)
-    model.apply_layout(ExpertLayout.sequential(model.layout.num_layers, model.layout.num_experts, layout_wanted, model.layout.layer_ids))
     trace = record_texts(model, AutoTokenizer.from_pretrained(args.model), texts, args.num_tokens, progress=not args.json)
     trace.save(args.output)
     _show(args, {**_facts(trace), "written": args.output}, [_facts(trace)])
+
+
+def _read_texts(path: str) -> list[str]:
+    """Texts of a UTF-8 file, separated by empty lines."""
+    try:
+        return Path(path).read_text(encoding="utf-8").split("\n\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"text file {path} cannot be read as UTF-8 ({error}); give another file") from error
 
 
 def _place(args: argparse.Namespace) -> None:
@@ -168,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"cap-hf {args.command}: {error}", file=sys.stderr)
         return 2
     return 0

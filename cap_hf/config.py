@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,9 +47,15 @@ class CAPConfig:
             raise ValueError(f"pruning is {self.pruning!r}; choose one of {', '.join(PRUNING_RULES)}")
         if self.prune_solver not in SOLVERS:
             raise ValueError(f"prune_solver is {self.prune_solver!r}; choose one of {', '.join(SOLVERS)}")
+        if not (self.layout is None or isinstance(self.layout, (ExpertLayout, str, Path))):
+            raise ValueError(f"layout is a {type(self.layout).__name__}; give an ExpertLayout, the path of a saved one, or None")
+        if not isinstance(self.renormalize, bool):
+            raise ValueError(f"renormalize is {self.renormalize!r}; it must be True or False")
         threshold = self.prune_threshold
-        if not isinstance(threshold, (int, float)) or math.isnan(threshold) or not 0 <= threshold < 1:
-            raise ValueError(f"prune_threshold is {threshold!r}; it must be in [0, 1): 0 prunes nothing, 1 would drop every expert")
+        if not isinstance(threshold, numbers.Real) or isinstance(threshold, bool) or math.isnan(threshold) or not 0 <= threshold < 1:
+            raise ValueError(
+                f"prune_threshold is {self.prune_threshold!r}; it must be in [0, 1): 0 prunes nothing, 1 would drop every expert"
+            )
         if self.pruning == "none" and threshold > 0:
             raise ValueError(
                 f"prune_threshold is {threshold} but pruning is 'none'; set pruning='device' (or 'expert'), or the threshold to 0"
@@ -78,4 +85,7 @@ class CAPConfig:
         known = {key: value for key, value in content.items() if key not in unknown}
         if isinstance(known.get("layout"), dict):
             known["layout"] = ExpertLayout.from_dict(known["layout"], str(path))
-        return cls(**known)
+        try:
+            return cls(**known)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error

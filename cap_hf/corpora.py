@@ -75,9 +75,9 @@ def token_blocks(tokenizer: Any, texts: Iterable[str], block_size: int, max_bloc
     ids: list[int] = []
     for text in texts:
         ids += [tokenizer.eos_token_id, *tokenizer(text, verbose=False)["input_ids"]]
-        if max_blocks and len(ids) >= max_blocks * block_size:
+        if max_blocks is not None and len(ids) >= max_blocks * block_size:
             break
-    num_blocks = min(len(ids) // block_size, max_blocks or len(ids))
+    num_blocks = min(len(ids) // block_size, len(ids) if max_blocks is None else max_blocks)
     if not num_blocks:
         raise ValueError(f"the texts yield {len(ids)} tokens, less than one block of {block_size}; give more text or a smaller block")
     return np.array(ids[: num_blocks * block_size], dtype=np.int64).reshape(num_blocks, block_size)

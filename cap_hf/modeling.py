@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from transformers import AutoConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from cap_hf.config import CAPConfig
 from cap_hf.families import MoEFamily, family_of
 from cap_hf.layout import ExpertLayout
-from cap_hf.parallel.experts import HOOK_NAME, ExpertsRuntime, LayerRuntime, RoutingObserver
+from cap_hf.parallel.experts import HOOK_NAME, ExpertsRuntime, RoutingObserver, check_pruning, connect_layer, run_without_tokens
 from cap_hf.parallel.groups import ExpertGroup, Traffic, init_expert_group
 from cap_hf.parallel.loading import experts_module, own_shard_class, set_expert_parameters
 from cap_hf.parallel.moving import gathered_state_dict, move_experts
@@ -27,85 +27,80 @@ from cap_hf.topology import Topology
 
 __all__ = ["CAPMoEModel"]
 
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
 _OWNED_ARGUMENTS = ("experts_implementation", "distributed_config", "tp_plan", "tp_size", "device_mesh", "quantization_config", "gguf_file")
+_LOADING_ARGUMENTS = ("state_dict", "output_loading_info", "device_map")  # of no interest to a config
+_logger = logging.get_logger(__name__)
 
 
 class ForwardObserver(RoutingObserver, Protocol):
-    """An observer that also wants to know where each forward begins."""
+    """An observer that also wants to know where each forward begins and ends."""
 
-    def begin_forward(self, recorded: torch.Tensor, continues: bool) -> None:
-        """Which tokens of this forward are real, (B, S) bool, and whether its rows continue those of the last one."""
+    def begin_forward(self, recorded: torch.Tensor, cache: Any, past_length: int) -> None:
+        """Which tokens of this forward are real, (B, S) bool; the cache given to it, and how many positions that holds."""
 
-
-class _GenerationState(StoppingCriteria):
-    """Follows ``generate`` without ever stopping it: which rows are finished, and which forwards only keep other ranks company."""
-
-    def __init__(self, eos_token_ids: list[int]) -> None:
-        self.eos_token_ids = torch.tensor(eos_token_ids, dtype=torch.long)
-        self.finished: torch.Tensor | None = None
-        self.has_new_tokens = True
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        ended = torch.isin(input_ids[:, -1], self.eos_token_ids.to(input_ids.device))
-        self.finished = ended if self.finished is None else self.finished | ended
-        self.has_new_tokens = True
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    def active_rows(self, batch_size: int) -> torch.Tensor | None:
-        """Rows whose next token matters, (B,) bool; None for all. Called once per forward."""
-        if self.finished is None or len(self.finished) != batch_size:
-            return None
-        active = ~self.finished if self.has_new_tokens else torch.zeros_like(self.finished)
-        self.has_new_tokens = False
-        return active
+    def end_forward(self, cache: Any) -> None:
+        """The forward succeeded and returned ``cache``."""
 
 
 class CAPMoEModel(nn.Module):
     """Wraps a Transformers causal LM: placement-aware expert parallelism and pruning in its MoE layers.
 
-    Attributes not defined here are the wrapped model's (``config``, ``device``, ``dtype``, ``get_input_embeddings``, ...).
+    Attributes not defined here are the wrapped model's (``device``, ``dtype``, ``get_input_embeddings``, ...).
     With one process and a layout for R ranks, this process plays all R: row b of a batch belongs to rank b mod R, pruning
     acts as on R ranks and nothing is sent.
 
     Args:
         model: a complete causal LM of a supported family; under a launcher with several processes, every process gives
             the same one and keeps its own experts. ``from_pretrained`` needs far less memory.
-        cap_config: layout and pruning; default: experts in id order, no pruning.
+        cap_config: layout and pruning; default: experts in id order, no pruning. Every rank must give the same.
 
     Raises:
-        ValueError: an unsupported model, or a layout of other layers, experts or ranks.
+        ValueError: an unsupported or already wrapped model, a layout of other layers, experts or ranks, or layouts that
+            differ between ranks.
     """
 
     def __init__(self, model: Any, cap_config: CAPConfig | None = None) -> None:
         group = init_expert_group()
         with group.all_or_none():
-            family, layout = _resolve(model.config, cap_config or CAPConfig(), group)
+            if isinstance(model, CAPMoEModel) or any(hasattr(module, "cap_runtime") for module in model.modules()):
+                raise ValueError(f"this {type(model).__name__} is wrapped already; use apply_layout and set_pruning to change it")
+            cap_config = _checked(cap_config)
+            family, layout = _resolve(model.config, cap_config, group)
+        group.require_equal(layout.fingerprint, "the layout's fingerprint")
         if group.size > 1:
             for layer_id, experts in _owned(layout, group).items():
                 module = experts_module(model, family, layer_id)
                 cut = {name: getattr(module, name).detach()[experts].clone() for name in family.packed_parameters}
                 set_expert_parameters(module, cut)
         model.set_experts_implementation(HOOK_NAME)
-        self._install(model, family, ExpertsRuntime(group, cap_config or CAPConfig(), layout))
+        self._install(model, family, ExpertsRuntime(group, cap_config, layout))
 
     def _install(self, model: Any, family: MoEFamily, runtime: ExpertsRuntime) -> None:
         super().__init__()
         self.model: Any = model
         self.family = family
+        self.training = model.training
         self._runtime = runtime
-        self._generation: _GenerationState | None = None
+        self._joined = self._in_forward = False
+        self._generating_with_pad: int | None = None
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(self._after_forward, always_call=True)
         self._connect_layers()
+        if runtime.is_virtual:
+            _logger.warning(
+                f"one process plays all {runtime.layout.num_ranks} ranks of the layout: pruning acts as on them, nothing is sent"
+            )
 
     def _connect_layers(self) -> None:
-        for layer, layer_id in enumerate(self.layout.layer_ids.tolist()):
-            experts = experts_module(self.model, self.family, layer_id)
-            device = next(experts.parameters()).device
-            experts.cap_runtime = LayerRuntime(self._runtime, layer, device)
+        for layer, module in enumerate(self._experts()):
+            connect_layer(module, self._runtime, layer)
+
+    def _experts(self) -> list[Any]:
+        """The experts modules, one per MoE layer."""
+        return [experts_module(self.model, self.family, layer_id) for layer_id in self.layout.layer_ids.tolist()]
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, *model_args: Any, cap_config: CAPConfig | None = None, **kwargs: Any) -> Any:
+    def from_pretrained(cls, name_or_path: str | Path | None, *model_args: Any, cap_config: CAPConfig | None = None, **kwargs: Any) -> Any:
         """Load a checkpoint; each rank reads the dense part and its own experts only.
 
         Args:
@@ -118,18 +113,21 @@ class CAPMoEModel(nn.Module):
                 expert parallelism, or a layout that does not fit; also for a truncated or non-safetensors checkpoint.
             RankError: another rank failed; names it.
         """
-        cap_config = cap_config or CAPConfig()
         group = init_expert_group()
         with group.all_or_none():
+            cap_config = _checked(cap_config)
             taken = [name for name in _OWNED_ARGUMENTS if kwargs.get(name) is not None]
             if taken:
-                raise ValueError(
-                    f"{taken[0]}={kwargs[taken[0]]!r} contradicts cap_config, which shares out the experts itself; leave it out"
-                )
-            hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-            config = kwargs.get("config") or AutoConfig.from_pretrained(name_or_path, **hub)
+                value = kwargs[taken[0]]
+                raise ValueError(f"{taken[0]}={value!r} contradicts cap_config, which shares out the experts itself; leave it out")
+            config = kwargs.get("config")
+            if not isinstance(config, PreTrainedConfig):
+                overrides = {key: value for key, value in kwargs.items() if key not in ("config", *_LOADING_ARGUMENTS)}
+                source: Any = config or name_or_path
+                config, _ = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **overrides)
             family, layout = _resolve(config, cap_config, group)
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        group.require_equal(layout.fingerprint, "the layout's fingerprint")
         with group.all_or_none():
             shard_class = own_shard_class(model_class, family, _owned(layout, group))
             with _one_progress_bar(group):
@@ -165,55 +163,103 @@ class CAPMoEModel(nn.Module):
         """Experts per token ``K``."""
         return int(self.model.config.num_experts_per_tok)
 
-    def set_pruning(self, pruning: str, prune_threshold: float = 0.0, **changes: Any) -> None:
-        """Change the pruning rule of the live model; arguments and errors as in ``CAPConfig``."""
-        self._runtime.config = self._runtime.config.replace(pruning=pruning, prune_threshold=prune_threshold, **changes)
+    @property
+    def config(self) -> Any:
+        """The wrapped model's configuration."""
+        return self.model.config
 
-    def apply_layout(self, layout: ExpertLayout) -> None:
+    @config.setter
+    def config(self, value: Any) -> None:
+        self.model.config = value
+
+    @property
+    def generation_config(self) -> Any:
+        """The wrapped model's generation defaults."""
+        return self.model.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self.model.generation_config = value
+
+    def set_pruning(self, pruning: str, prune_threshold: float = 0.0, **changes: Any) -> None:
+        """Change the pruning rule of the live model, on every rank alike; arguments and errors as in ``CAPConfig``."""
+        if "layout" in changes:
+            raise ValueError("set_pruning does not take a layout; use apply_layout")
+        config = self._runtime.config.replace(pruning=pruning, prune_threshold=prune_threshold, **changes)
+        check_pruning(config, self.top_k)
+        self._runtime.config = config
+
+    def apply_layout(self, layout: ExpertLayout | str | Path) -> None:
         """Re-lay out the live model; every rank calls it, and only experts that change rank travel.
 
         Raises:
-            ValueError: on every rank, if the layout is of other layers, experts or ranks; nothing has moved then.
+            ValueError: on every rank, if the layout is of other layers, experts or ranks, or differs between ranks; nothing
+                has moved then.
         """
         with self.group.all_or_none():
+            config = self._runtime.config.replace(layout=layout)
+            layout = config.load_layout() or self.layout
             _check_fits(layout, self.family.moe_layer_ids(self.model.config), self.layout.num_experts, self.group)
+        self.group.require_equal(layout.fingerprint, "the layout's fingerprint")
         if self.group.size > 1:
             move_experts(self.model, self.family, self.layout, layout, self.group)
-        self._runtime.layout = layout
+        self._runtime.layout, self._runtime.config = layout, config
         self._connect_layers()
 
-    def attach(self, observer: ForwardObserver | None) -> None:
-        """Let ``observer`` see every forward and routing decision; None detaches it."""
-        self._runtime.observer = observer
+    def attach(self, observer: ForwardObserver) -> None:
+        """Let ``observer`` see every forward and routing decision from now on."""
+        self._runtime.observers.append(observer)
+
+    def detach(self, observer: ForwardObserver) -> None:
+        """Undo ``attach``."""
+        self._runtime.observers.remove(observer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped model's forward. Under several ranks every rank must call it equally often, with any batch."""
+        """The wrapped model's forward. Several ranks must call it equally often, with any batch, or inside ``joined``."""
         return self.model(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped model's ``generate``; ranks may differ in batch size, prompt length and stopping point.
-
-        A rank that is done keeps taking part until all are; its own finished sequences send nothing any more.
-        """
-        if self.group.size > 1:
-            kwargs["synced_gpus"] = True
-        with self._following(kwargs):
-            return self.model.generate(*args, **kwargs)
+        """The wrapped model's ``generate``, inside ``joined``: ranks may differ in batch, prompt, options and stopping point."""
+        kwargs.pop("synced_gpus", None)  # joined does the same without forwards that compute nothing
+        given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        settings = [kwargs] + [vars(each) for each in (given, self.generation_config) if each is not None]
+        found = [each[key] for key in ("pad_token_id", "eos_token_id") for each in settings if each.get(key) is not None]
+        pads = torch.as_tensor(found[0]).flatten().tolist() if found else [-1]
+        self._generating_with_pad = int(pads[0])
+        try:
+            with self.joined():
+                return self.model.generate(*args, **kwargs)
+        finally:
+            self._generating_with_pad = None
 
     @contextmanager
-    def _following(self, kwargs: dict[str, Any]) -> Iterator[None]:
-        """Track finished rows where rows keep their order: without beams or an assistant."""
-        generation: Any = kwargs.get("generation_config") or self.model.generation_config
-        if (kwargs.get("num_beams") or generation.num_beams or 1) > 1 or kwargs.get("assistant_model") is not None:
+    def joined(self) -> Iterator[None]:
+        """Ranks may run different numbers of forwards inside, none included; every rank must enter. For inference.
+
+        Before each forward the ranks count who has one to run. A rank that leaves, by an exception too, stays until all
+        have left and takes part in the others' MoE layers without tokens of its own; so nobody waits for it, and an error
+        surfaces on the rank that had it once the others are done.
+        """
+        if self._joined or self.group.size == 1:
             yield
             return
-        eos = kwargs.get("eos_token_id", generation.eos_token_id)
-        self._generation = _GenerationState(eos if isinstance(eos, list) else [] if eos is None else [int(eos)])
-        kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), self._generation])
+        self._joined = True
         try:
             yield
         finally:
-            self._generation = self._runtime.routed = None
+            self._joined = False
+            self._run_missing_layers()  # of a forward that an exception ended
+            while self.group.count(False):
+                self._runtime.layers_run = 0
+                self._in_forward = True
+                self._run_missing_layers()
+
+    def _run_missing_layers(self) -> None:
+        """Dispatch nothing in the MoE layers that this forward has not reached, so that every rank counts as many."""
+        if self._in_forward:
+            for module in self._experts()[self._runtime.layers_run :]:
+                run_without_tokens(module, self.top_k)
+        self._in_forward = False
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Gather the experts and save an ordinary Transformers checkpoint; every rank calls it, rank 0 writes."""
@@ -223,24 +269,52 @@ class CAPMoEModel(nn.Module):
                 self.model._weight_conversions = None  # lets Transformers write the family's own per-expert keys
                 self.model.save_pretrained(save_directory, state_dict=dict(state_dict), **kwargs)
 
+    def set_experts_implementation(self, experts_implementation: Any) -> NoReturn:
+        """Not available: the experts are run by cap_hf."""
+        raise ValueError(
+            f"experts_implementation={experts_implementation!r} would bypass placement and pruning; unwrap with save_pretrained"
+        )
+
+    def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available as such: the experts must be gathered first."""
+        raise ValueError("push_to_hub would upload this rank's experts only; use save_pretrained(folder, push_to_hub=True, repo_id=...)")
+
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell the hook, out of band, what the flat tokens of this forward are: padding, finished rows, owners."""
-        tokens = args[0] if args else kwargs.get("input_ids")
-        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        batch_size, length = tokens.shape[:2]
+        """Tell the hook, out of band, what the flat tokens of this forward are: padding, new or continued, whose."""
         runtime = self._runtime
+        if self._joined:
+            self.group.count(True)
+        runtime.layers_run, runtime.source_rank, self._in_forward = 0, None, True
+        given = [args[0] if args else kwargs.get("input_ids"), kwargs.get("inputs_embeds"), args[4] if len(args) > 4 else None]
+        tokens = next((each for each in given if each is not None), None)
+        if tokens is None:
+            return  # the wrapped model has its own words for that
+        batch_size, length = tokens.shape[:2]
         if runtime.is_virtual:
             owners = torch.arange(batch_size, device=tokens.device) % runtime.layout.num_ranks
             runtime.source_rank = owners.repeat_interleave(length)
-        active = self._generation.active_rows(batch_size) if self._generation is not None else None
-        runtime.routed = None if active is None or bool(active.all()) else active.repeat_interleave(length)
-        if runtime.observer is not None:
+        if runtime.observers:
             mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-            cache = kwargs.get("cache", kwargs.get("past_key_values"))
-            recorded = _real_tokens(mask, tokens, length)
-            if active is not None:
-                recorded = recorded & active[:, None].to(recorded.device)
-            runtime.observer.begin_forward(recorded, continues=cache is not None and cache.get_seq_length() > 0)  # type: ignore[attr-defined]
+            cache = args[3] if len(args) > 3 else kwargs.get("cache", kwargs.get("past_key_values"))
+            if cache is None and self._generating_with_pad is not None:
+                raise ValueError("use_cache is False; recording generate needs the cache, else every step repeats all tokens: leave it on")
+            past_length = int(cache.get_seq_length()) if cache is not None else 0
+            recorded = _real_tokens(mask, tokens, past_length, self._generating_with_pad)
+            for observer in runtime.observers:
+                observer.begin_forward(recorded, cache, past_length)
+
+    def _after_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Close the forward; called without output where it failed."""
+        self._runtime.source_rank = None
+        if output is None:
+            return
+        if self._joined:
+            self._run_missing_layers()  # of an early exit
+        self._in_forward = False
+        cache = getattr(output, "cache", None)
+        cache = getattr(output, "past_key_values", None) if cache is None else cache
+        for observer in self._runtime.observers:
+            observer.end_forward(cache)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -264,13 +338,26 @@ def _one_progress_bar(group: ExpertGroup) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _real_tokens(mask: torch.Tensor | None, tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """Which of this forward's tokens are not padding, (B, S) bool; the mask may cover cached positions before them."""
-    if mask is None:
-        return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    if mask.ndim != 2:
-        raise ValueError(f"attention_mask has {mask.ndim} dimensions; recording needs the (batch, positions) padding mask")
-    return mask[:, -length:].bool()
+def _real_tokens(mask: Any, tokens: torch.Tensor, past_length: int, pad_token_id: int | None) -> torch.Tensor:
+    """Which of this forward's tokens are not padding, (B, S) bool.
+
+    ``mask`` covers the cached positions too. While generating, a pad that is fed after the prompt stands for a finished row.
+    """
+    shape, has_ids = tokens.shape[:2], not tokens.is_floating_point()
+    if mask is None or isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        part = torch.ones(shape, device=tokens.device) if mask is None else mask[:, past_length : past_length + shape[1]]
+        real = part.bool()
+        return real & (tokens != pad_token_id) if pad_token_id is not None and past_length and has_ids else real
+    if pad_token_id is not None and has_ids:  # generate made a mask of another form; it takes pads for padding itself
+        return tokens != pad_token_id
+    form = f"{mask.ndim} dimensions" if isinstance(mask, torch.Tensor) else f"type {type(mask).__name__}"
+    raise ValueError(f"attention_mask has {form}; recording needs the (batch, positions) padding mask")
+
+
+def _checked(cap_config: Any) -> CAPConfig:
+    if cap_config is not None and not isinstance(cap_config, CAPConfig):
+        raise ValueError(f"cap_config is a {type(cap_config).__name__}; give a CAPConfig, CAPConfig.load(path) for a saved one")
+    return cap_config or CAPConfig()
 
 
 def _owned(layout: ExpertLayout, group: ExpertGroup) -> dict[int, list[int]]:
@@ -295,6 +382,7 @@ def _resolve(config: Any, cap_config: CAPConfig, group: ExpertGroup) -> tuple[Mo
             raise ValueError(f"the model has {num_experts} experts per layer for {group.size} processes; launch at most {num_experts}")
         layout = ExpertLayout.sequential(len(layer_ids), num_experts, Topology(group.size), layer_ids)
     _check_fits(layout, layer_ids, num_experts, group)
+    check_pruning(cap_config, int(config.num_experts_per_tok))
     return family, layout
 
 

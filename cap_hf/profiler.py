@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from cap_hf.layout import ExpertLayout
+from cap_hf.metrics import remote_rows_per_token
 from cap_hf.trace import RoutingTrace
 
 if TYPE_CHECKING:
@@ -51,10 +52,10 @@ class HeldOutResult:
     perplexity: float
     devices_per_token: float
     load_imbalance: float
-    bytes_per_token: float
-    """Bytes put on the wire by all ranks and layers, counted at the collective, per token of text."""
+    bytes_per_token: float | None
+    """Bytes put on the wire by all ranks and layers, counted at the collective, per token of text; None for one process."""
     rows_per_token: float
-    """Rows sent to other ranks per token and layer; as many come back."""
+    """Rows sent to other ranks per token and layer; as many come back. What ranks would send, where one process plays them."""
     tokens_per_s: float
     peak_memory_bytes: list[int]
     """Peak anonymous memory of each rank, (R,)."""
@@ -107,8 +108,20 @@ def own_share(blocks: np.ndarray, rank: int, size: int, batch_size: int) -> list
     return list(own)
 
 
+def _check_batches(model: CAPMoEModel, batches: Sequence[torch.Tensor], shortest: int) -> None:
+    """Ranks that ran different numbers of forwards would wait for each other for ever."""
+    counts = model.group.all_gather(torch.tensor([len(batches)])).flatten().tolist()
+    if min(counts) == 0 or len(set(counts)) > 1:
+        raise ValueError(f"the ranks have {counts} batches; each needs 1 or more, all equally many: use own_share")
+    with model.group.all_or_none():
+        length = min(batch.shape[1] for batch in batches)
+        if length < shortest:
+            raise ValueError(f"a batch has sequences of {length} tokens; {shortest} or more are needed")
+
+
 def time_forward(model: CAPMoEModel, batches: Sequence[torch.Tensor], repeats: int = 3) -> float:
     """Seconds for one pass over ``batches``: median over ``repeats`` of the slowest rank, after one warm-up batch."""
+    _check_batches(model, batches, shortest=1)
     seconds = []
     with torch.no_grad():
         model(input_ids=batches[0], use_cache=False, logits_to_keep=1)
@@ -142,10 +155,15 @@ def profile_layouts(
 
 
 def evaluate_held_out(model: CAPMoEModel, batches: Sequence[torch.Tensor], timed_batches: int = 4, progress: bool = True) -> HeldOutResult:
-    """Perplexity, traffic, balance, speed and memory of the model as it is now, on this rank's ``batches``, each (B, S)."""
+    """Perplexity, traffic, balance, speed and memory of the model as it is now, on this rank's ``batches``, each (B, S).
+
+    Raises:
+        ValueError: on every rank, for no batch, numbers of batches that differ, or sequences of fewer than 2 tokens.
+    """
     from cap_hf.recorder import RoutingRecorder
 
     group, traffic = model.group, model.traffic
+    _check_batches(model, batches, shortest=2)
     traffic.reset()
     loss_sum, num_predicted = 0.0, 0
     with PeakMemory() as memory, RoutingRecorder(model) as recorder, torch.no_grad():
@@ -157,16 +175,19 @@ def evaluate_held_out(model: CAPMoEModel, batches: Sequence[torch.Tensor], timed
     counts = [loss_sum, num_predicted, tokens, traffic.bytes_sent, traffic.rows_sent, memory.peak_bytes]
     per_rank = group.all_gather(torch.tensor(counts, dtype=torch.float64))
     loss, predicted, all_tokens, bytes_sent, rows_sent, _ = per_rank.sum(dim=0).tolist()
-    trace = recorder.trace()
+    trace, num_ranks = recorder.trace(), model.layout.num_ranks
     metrics = model.layout.metrics(trace)
+    if group.size == 1:
+        owner = np.concatenate([np.arange(len(batch)) % num_ranks for batch in batches])[trace.token_to_request]
+        rows_sent = remote_rows_per_token(trace.expert_ids, model.layout.expert_to_rank, num_ranks, owner).sum() * all_tokens
     timed = batches[:timed_batches]
     seconds = time_forward(model, timed)
     return HeldOutResult(
         perplexity=math.exp(loss / predicted),
         devices_per_token=metrics.devices_per_token,
         load_imbalance=metrics.load_imbalance,
-        bytes_per_token=bytes_sent / all_tokens,
-        rows_per_token=rows_sent / all_tokens / model.layout.num_layers,
+        bytes_per_token=bytes_sent / all_tokens if group.size > 1 else None,
+        rows_per_token=float(rows_sent / all_tokens / model.layout.num_layers),
         tokens_per_s=sum(batch.numel() for batch in timed) * group.size / seconds,
         peak_memory_bytes=[int(value) for value in per_rank[:, -1].tolist()],
         trace=trace,

@@ -37,7 +37,7 @@ def prune_experts(expert_weights: torch.Tensor, threshold: float) -> torch.Tenso
     """Drop each token's lowest-scored experts while their summed share stays below ``threshold``.
 
     Reaching ``threshold`` (within 1e-6) is not below it. The best expert always stays; of equal scores the earlier slot
-    stays longer. A token whose scores do not sum to a positive finite number keeps everything.
+    stays longer. A slot that is pruned already must weigh 0. A token whose scores do not sum to a positive finite number keeps everything.
 
     Args:
         expert_weights: (T, K) non-negative gate scores of any floating type and scale.
@@ -79,8 +79,8 @@ def prune_devices(
     The token's own rank costs nothing and always stays. "greedy" adds ranks by falling share per cost until the kept share
     reaches ``1 - threshold``; ratios within 1e-6 of the next are tied, and ties go to the cheaper, then the lower rank.
     "exact" finds the cheapest set; equal costs go to the larger kept share, then to the cheaper and lower ranks.
-    Both compare shares within 1e-6 and never drop all of a token's score. A token whose scores do not sum to a positive
-    finite number keeps everything.
+    Values are not checked against E and R, which would cost a synchronisation per call. Both compare shares within 1e-6
+    and never drop all of a token's score. A token whose scores do not sum to a positive finite number keeps everything.
 
     Args:
         expert_ids: (T, K) integers in [0, E), or -1 for a slot that is pruned already: it counts nothing and stays out.
@@ -106,8 +106,8 @@ def prune_devices(
     # without its weight, a pruned slot does no harm at the rank of expert 0
     share_TK, is_scored_T1 = _shares(torch.where(is_real_TK, expert_weights.detach().float(), 0))
     order_RR, cost_R = _cost_tables(topology, expert_ids.device)
-    pair_TK = source_rank[:, None] * topology.num_ranks + expert_to_rank[expert_ids.clamp(min=0)]
-    stops = _stops(order_RR.take(pair_TK.long()), share_TK, cost_R)
+    pair_TK = source_rank.long()[:, None] * topology.num_ranks + expert_to_rank.long()[expert_ids.clamp(min=0).long()]
+    stops = _stops(order_RR.take(pair_TK), share_TK, cost_R)
     # a token with a score keeps one: at least one unit, however near to 1 the threshold is
     needed = max(math.ceil((1 - threshold - SHARE_TOLERANCE) * _ONE), 1)
     solve = _greedy if solver == "greedy" else _exact_in_chunks

@@ -5,7 +5,9 @@ Letters: ``L`` MoE layers, ``T`` tokens, ``K`` experts per token, ``B`` rows of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +22,26 @@ if TYPE_CHECKING:
 __all__ = ["RoutingRecorder", "record_texts"]
 
 
+@dataclass
+class _Forward:
+    """One forward under way."""
+
+    rows: torch.Tensor
+    """Request of each batch row, (B,)."""
+    length: int
+    """Positions S."""
+    keep: torch.Tensor | None
+    """(B * S,) tokens that count; None for all."""
+    cache: Any
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """MoE layer -> ids and weights of the tokens that count."""
+
+
 class RoutingRecorder:
     """Use around forwards or ``generate``; every batch row is a request, and decoding continues the rows of its prompt.
+
+    A forward counts once it has succeeded. Beams are requests of their own, and candidates that assisted generation
+    rejects count as well. Recorders may be nested; each sees what runs inside it.
 
     ::
 
@@ -35,8 +55,9 @@ class RoutingRecorder:
         self._ids: list[list[torch.Tensor]] = [[] for _ in range(model.layout.num_layers)]
         self._weights: list[list[torch.Tensor]] = [[] for _ in range(model.layout.num_layers)]
         self._requests: list[torch.Tensor] = []
-        self._keep: torch.Tensor | None = None
         self._num_requests = 0
+        self._rows_of_cache: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._forward: _Forward | None = None
         self.paused = False
         """Forwards run while this is set are not recorded: those that only keep other ranks company."""
         self.num_tokens = 0
@@ -47,28 +68,54 @@ class RoutingRecorder:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._model.attach(None)
+        self._forward = None
+        self._model.detach(self)
 
-    def begin_forward(self, recorded: torch.Tensor, continues: bool) -> None:
-        """Told by the model before each forward: which tokens count, (B, S) bool, and whether rows continue earlier ones."""
-        batch_size = len(recorded)
+    def begin_forward(self, recorded: torch.Tensor, cache: Any, past_length: int) -> None:
+        """Told by the model before each forward: which tokens count, (B, S) bool, and the cache they continue.
+
+        Raises:
+            ValueError: the cache holds positions that were not recorded.
+        """
+        self._forward = None
         if self.paused:
-            recorded = torch.zeros_like(recorded)
-        elif not continues:
-            self._num_requests += batch_size
-        request = torch.arange(self._num_requests - batch_size, self._num_requests)  # unused rows of a paused forward fall out below
+            return
+        batch_size = len(recorded)
+        if past_length == 0:
+            rows = torch.arange(self._num_requests, self._num_requests + batch_size)
+        else:
+            known = self._rows_of_cache.get(cache)
+            if known is None or len(known) != batch_size:
+                held = "no recorded rows" if known is None else f"{len(known)} recorded rows"
+                raise ValueError(f"a forward of {batch_size} rows continues a cache with {held}; record from the prompt on, rows unchanged")
+            rows = known
         flat = recorded.flatten()
-        self._keep = None if bool(flat.all()) else flat
-        rows = request[:, None].expand(recorded.shape).flatten()
-        self._requests.append(rows if self._keep is None else rows[flat.cpu()])
-        self.num_tokens += len(self._requests[-1])
+        self._forward = _Forward(rows, recorded.shape[1], None if bool(flat.all()) else flat, cache)
 
     def observe(self, layer: int, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> None:
         """Told by the experts hook: one layer's ids (T, K), -1 = pruned, and weights (T, K)."""
-        if self._keep is not None:
-            expert_ids, expert_weights = expert_ids[self._keep], expert_weights[self._keep]
-        self._ids[layer].append(expert_ids.detach().to(torch.int16))
-        self._weights[layer].append(expert_weights.detach())
+        forward = self._forward
+        if forward is None or layer in forward.layers:  # outside a forward of the model, or computed again for a gradient
+            return
+        if forward.keep is not None:
+            expert_ids, expert_weights = expert_ids[forward.keep], expert_weights[forward.keep]
+        forward.layers[layer] = expert_ids.detach().to(torch.int16), expert_weights.detach()
+
+    def end_forward(self, cache: Any) -> None:
+        """Told by the model when a forward has succeeded: what it observed now counts, if it ran all layers."""
+        forward, self._forward = self._forward, None
+        if forward is None or len(forward.layers) < len(self._ids):
+            return
+        for layer, (ids, weights) in forward.layers.items():
+            self._ids[layer].append(ids)
+            self._weights[layer].append(weights)
+        rows = forward.rows.repeat_interleave(forward.length)
+        self._requests.append(rows if forward.keep is None else rows[forward.keep.cpu()])
+        self._num_requests = max(self._num_requests, int(forward.rows.max()) + 1)
+        self.num_tokens += len(self._requests[-1])
+        for each in (forward.cache, cache):
+            if each is not None:
+                self._rows_of_cache[each] = forward.rows
 
     def trace(self) -> RoutingTrace:
         """What was recorded on all ranks of the model's group (each must call), requests of rank 0 first.
@@ -107,6 +154,8 @@ def record_texts(
     with group.all_or_none():
         if num_tokens < 1 or batch_size < 1:
             raise ValueError(f"num_tokens is {num_tokens} and batch_size {batch_size}; both must be 1 or more")
+        if isinstance(texts, str):
+            raise ValueError(f"texts is one string of {len(texts)} characters; give a list of texts")
         requests = _tokenized(model, tokenizer, texts, num_tokens)
     steps = -(-len(requests) // (batch_size * group.size))
     with RoutingRecorder(model) as recorder, torch.no_grad():

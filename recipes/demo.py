@@ -77,6 +77,9 @@ def read_text(args: DemoArguments, tokenizer: Any, rank: int, num_ranks: int) ->
 def main() -> None:
     (args,) = HfArgumentParser(DemoArguments).parse_args_into_dataclasses()
     num_ranks = require_world_size(lambda size: size > 1, COMMAND)
+    if args.num_placements < 1:
+        raise SystemExit(f"--num_placements is {args.num_placements}; it must be 1 or more")
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)  # fails now rather than at the end
     topology, rule = Topology(num_ranks), "device" if args.threshold else "none"
     logging.disable_progress_bar()
     config = CAPConfig(pruning="expert" if args.threshold else "none", prune_threshold=args.threshold)

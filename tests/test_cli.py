@@ -72,15 +72,25 @@ def test_trace_records_a_live_model(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("place {foreign} --num-ranks 2", "foreign"),
         ("spectrum {trace} --num-ranks 2 --num-placements 0", "num_placements is 0"),
         ("inspect {foreign}", "give one of: trace, layout, spectrum"),
-        ("inspect {missing}", "does not exist"),
+        ("inspect {missing}", "is not an existing file"),
         ("trace --model {missing} --num-ranks 4 --corpus python --threshold 1.5 --pruning device", "prune_threshold is 1.5"),
+        ("trace --model {model} --num-ranks 100 --corpus python", "64 experts per layer for 100 ranks"),
+        ("trace --model {model} --num-ranks 4 --corpus python --num-tokens 0", "--num-tokens is 0"),
+        ("trace --model {model} --num-ranks 4 --text-file {binary}", "cannot be read as UTF-8"),
         ("trace --model {missing} --num-ranks 4 --corpus c4", "unknown corpus 'c4'"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments: str, words: str, trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     foreign = trace_file.with_name("foreign")
     foreign.write_text('{"hello": 1}')
-    places = {"trace": trace_file, "missing": trace_file.with_name("missing"), "foreign": foreign}
+    (binary := trace_file.with_name("binary")).write_bytes(b"\xff\xfe\x00")
+    places = {
+        "model": embedded_model(),
+        "binary": binary,
+        "trace": trace_file,
+        "missing": trace_file.with_name("missing"),
+        "foreign": foreign,
+    }
     assert main(shlex.split(arguments.format(**places))) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV2Config, DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    GenerationConfig,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
 
 from cap_hf import CAPConfig, CAPMoEModel, ExpertLayout, Placer, RoutingRecorder, Topology
 from cap_hf.families import FAMILIES, family_of
@@ -273,3 +282,153 @@ def test_placer_fit_takes_datasets_and_strings() -> None:
     assert from_strings == from_dataset == expected
     with pytest.raises(ValueError, match="row 0 has columns body, not text_column='text'"):
         placer.fit(datasets.Dataset.from_dict({"body": rows}), model, tokenizer)
+
+
+def test_extra_forwards_inside_generate_keep_their_experts() -> None:
+    name = EMBEDDED_MODELS[0]
+    options: dict[str, Any] = dict(max_new_tokens=6, do_sample=False, guidance_scale=1.5, eos_token_id=None)
+    assert torch.equal(load(name).generate(batch(name), **options), plain(name).generate(batch(name), **options))
+
+
+def test_cache_of_a_row_that_ended_early_is_whole() -> None:
+    name = EMBEDDED_MODELS[0]
+    free = plain(name).generate(batch(name, 2), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    options: dict[str, Any] = dict(max_new_tokens=6, do_sample=False, eos_token_id=int(free[0, 21]), return_dict_in_generate=True)
+    got, want = load(name).generate(batch(name, 2), **options), plain(name).generate(batch(name, 2), **options)
+    assert torch.equal(got.sequences, want.sequences)
+    for ours, theirs in zip(got.cache.layers, want.cache.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-5, atol=1e-5)
+
+
+def test_generation_config_set_on_the_wrapper_is_the_models() -> None:
+    model = load(EMBEDDED_MODELS[0])
+    model.generation_config = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=1)
+    assert model.model.generation_config is model.generation_config
+    assert model.generate(batch(EMBEDDED_MODELS[0])).shape[1] <= 23
+    assert model.training is model.model.training is False
+    assert copy.deepcopy(model).layout == model.layout
+
+
+def test_ways_around_the_wrapper_are_refused(tmp_path: Path) -> None:
+    name = EMBEDDED_MODELS[0]
+    model = load(name)
+    with pytest.raises(ValueError, match="would bypass placement"):
+        model.set_experts_implementation("grouped_mm")
+    with pytest.raises(ValueError, match="this rank's experts only"):
+        model.push_to_hub("somewhere")
+    for again in (model, model.model):
+        with pytest.raises(ValueError, match="wrapped already"):
+            CAPMoEModel(again)
+    with pytest.raises(ValueError, match="cap_config is a dict"):
+        CAPMoEModel.from_pretrained(embedded_model(name), cap_config={"pruning": "none"})
+    with pytest.raises(ValueError, match="use apply_layout"):
+        model.set_pruning("none", layout=interleaved(name, 4))
+
+
+def test_layout_of_the_config_follows_the_model() -> None:
+    model = load(EMBEDDED_MODELS[0])
+    model.apply_layout(interleaved(EMBEDDED_MODELS[0], 4))
+    assert model.cap_config.layout == model.layout == interleaved(EMBEDDED_MODELS[0], 4)
+
+
+def test_owners_of_one_forward_do_not_leak_into_the_next() -> None:
+    name = EMBEDDED_MODELS[0]
+    model = load(name, layout=interleaved(name, 4), pruning="device", prune_threshold=0.5)
+    block, hidden = model.model.model.layers[0].mlp, torch.randn((1, 20, 192), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = block(hidden)
+        model(input_ids=batch(name, 1))
+        assert torch.equal(block(hidden), before)
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, 20), 99_999))
+        assert torch.equal(block(hidden), before)
+
+
+def test_recorder_ignores_what_is_computed_again_or_failed() -> None:
+    name = EMBEDDED_MODELS[0]
+    model = load(name)
+    first, second = batch(name, 1), batch(name, 2)
+    with RoutingRecorder(model) as once, torch.no_grad():
+        model(input_ids=first)
+        model(input_ids=second)
+    model.train()
+    model.activation_checkpointing_enable()
+    with RoutingRecorder(model) as outer:
+        model(input_ids=first, labels=first, use_cache=False).loss.backward()
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, 20), 99_999))
+        with RoutingRecorder(model) as inner:
+            model(input_ids=second, labels=second, use_cache=False).loss.backward()
+    model(input_ids=second)  # nobody listens any more
+    assert outer.trace().request_lengths.tolist() == [20, 20, 20]
+    np.testing.assert_array_equal(outer.trace().expert_ids, once.trace().expert_ids)
+    assert inner.trace() == once.trace().select([1, 2])
+
+
+def test_recorder_follows_caches_and_refuses_what_it_did_not_see() -> None:
+    name = EMBEDDED_MODELS[0]
+    model, token = load(name), torch.tensor([[7]])
+    with torch.no_grad():
+        unseen = model(input_ids=batch(name, 1), use_cache=True).cache
+        with RoutingRecorder(model) as recorder:
+            caches = [model(input_ids=batch(name, 1)[:, :length], use_cache=True).cache for length in (5, 6)]
+            for cache in (caches[0], caches[1], caches[0]):  # two conversations in turn
+                model(input_ids=token, cache=cache)
+            with pytest.raises(ValueError, match="a forward of 1 rows continues a cache with no recorded rows"):
+                model(input_ids=token, cache=unseen)
+            with pytest.raises(ValueError, match="use_cache is False"):
+                model.generate(batch(name, 1), max_new_tokens=3, use_cache=False)
+    assert recorder.trace().request_lengths.tolist() == [7, 7]
+
+
+def test_one_string_is_not_a_list_of_texts() -> None:
+    name = EMBEDDED_MODELS[0]
+    model, tokenizer = load(name), AutoTokenizer.from_pretrained(embedded_model(name))
+    with pytest.raises(ValueError, match="one string of 5 characters"):
+        record_texts(model, tokenizer, "hello")
+    with pytest.raises(ValueError, match="one string of 5 characters"):
+        Placer(Topology(4)).fit("hello", model, tokenizer)
+
+
+@pytest.mark.parametrize("overrides", [{"num_hidden_layers": 2}, {"mlp_only_layers": [1]}])
+def test_config_overrides_reach_the_layout(overrides: dict[str, Any]) -> None:
+    name = EMBEDDED_MODELS[0]
+    options: dict[str, Any] = {"dtype": torch.float32, **overrides}
+    torch.manual_seed(0)
+    want = AutoModelForCausalLM.from_pretrained(embedded_model(name), experts_implementation="grouped_mm", **options)
+    torch.manual_seed(0)
+    model = CAPMoEModel.from_pretrained(embedded_model(name), **options)
+    assert model.layout.layer_ids.tolist() == ([0, 1] if "num_hidden_layers" in overrides else [0, 2, 3])
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=batch(name)).logits, want(input_ids=batch(name)).logits)
+
+
+def test_a_state_dict_in_place_of_files() -> None:
+    reference = plain(EMBEDDED_MODELS[0])
+    model = CAPMoEModel.from_pretrained(None, config=reference.config, state_dict=reference.state_dict(), dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=batch(EMBEDDED_MODELS[0])).logits, reference(input_ids=batch(EMBEDDED_MODELS[0])).logits)
+
+
+def test_tables_follow_the_module_and_stay_out_of_checkpoints() -> None:
+    model = load(EMBEDDED_MODELS[0], layout=interleaved(EMBEDDED_MODELS[0], 4))
+    assert not any("cap_" in key for key in model.model.state_dict())
+    model.to("meta")
+    assert {buffer.device.type for name, buffer in model.named_buffers() if "cap_expert" in name} == {"meta"}
+
+
+def test_exact_pruning_of_many_experts_is_refused_at_load(tmp_path: Path) -> None:
+    sizes = SIZES | {"num_experts_per_tok": 14}
+    tiny(Qwen3MoeConfig(**sizes, num_hidden_layers=1, num_key_value_heads=2, head_dim=8, num_experts=16)).save_pretrained(tmp_path)
+    config = CAPConfig(pruning="device", prune_threshold=0.1, prune_solver="exact")
+    with pytest.raises(ValueError, match="14 experts per token, at most 12"):
+        CAPMoEModel.from_pretrained(tmp_path, cap_config=config)
+
+
+def test_a_wrong_shape_in_the_file_names_its_key(tmp_path: Path) -> None:
+    tiny(CONFIGS["qwen3_moe, dense layer"][0]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    key = "model.layers.0.mlp.experts.3.down_proj.weight"
+    save_file(tensors | {key: tensors[key][:, :-1].contiguous()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts\.3\.down_proj\.weight has shape \(32, 15\), not \(32, 16\)"):
+        CAPMoEModel.from_pretrained(tmp_path)

@@ -180,10 +180,10 @@ def rank_generate_with_eos(name: str) -> tuple[list[list[int]], list[list[int]],
         got = model.generate(prompt, **options)
     want = plain(name).generate(prompt, **options)
     new = want[:, prompt.shape[1] :]
-    fed = 0  # tokens that a finished row no longer adds: those after its end-of-text, and that itself
+    fed = 0  # tokens that go in again: all but the last, and nothing after an end-of-text
     for row in new.tolist():
-        end = row.index(options["eos_token_id"]) if options["eos_token_id"] in row else len(row) - 1
-        fed += end
+        end = row.index(options["eos_token_id"]) + 1 if options["eos_token_id"] in row else len(row)
+        fed += min(end, len(row) - 1)
     return want.tolist(), got.tolist(), recorder.num_tokens, prompt.numel() + fed
 
 

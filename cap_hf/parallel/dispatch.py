@@ -131,7 +131,8 @@ class GroupDispatcher(Dispatcher):
         rows_in, pairs_in = (list(column) for column in zip(*_insert_own(sizes_in.tolist(), me), strict=True))
 
         rows_SH = hidden_TH[token_S]
-        weight_P, slot_P = weight_TK.flatten()[pair_P], slot_TK.flatten()[pair_P].to(torch.int16)
+        # float32 whatever the router's type, which a rank without tokens could not know
+        weight_P, slot_P = weight_TK.flatten()[pair_P].float(), slot_TK.flatten()[pair_P].to(torch.int16)
         exchange = _Exchange(self.group, (row_counts, pair_counts), (rows_in, pairs_in))
         rows, weights, slots, counts = _SendRows.apply(
             rows_SH[kept_rows:], weight_P[kept_pairs:], slot_P[kept_pairs:], pairs_of_row_S[kept_rows:].to(torch.uint8), exchange

@@ -16,9 +16,9 @@ from cap_hf.config import CAPConfig
 from cap_hf.layout import ExpertLayout
 from cap_hf.parallel.dispatch import Dispatcher, GroupDispatcher
 from cap_hf.parallel.groups import ExpertGroup
-from cap_hf.pruning import prune_devices, prune_experts
+from cap_hf.pruning import MAX_EXACT_TOP_K, prune_devices, prune_experts
 
-__all__ = ["HOOK_NAME", "ExpertsRuntime", "LayerRuntime", "RoutingObserver"]
+__all__ = ["HOOK_NAME", "ExpertsRuntime", "RoutingObserver", "check_pruning", "connect_layer", "run_without_tokens"]
 
 HOOK_NAME = "cap"  # under which the hook is registered with Transformers
 
@@ -37,11 +37,11 @@ class ExpertsRuntime:
     group: ExpertGroup
     config: CAPConfig
     layout: ExpertLayout
-    observer: RoutingObserver | None = None
-    routed: torch.Tensor | None = None
-    """(T,) bool: tokens whose experts run in this forward; None for all. Finished sequences are left out."""
+    observers: list[Any] = field(default_factory=list)
     source_rank: torch.Tensor | None = None
-    """(T,) rank that each token belongs to, where one process plays several ranks; None: this process's own."""
+    """(T,) rank that each token of the running forward belongs to, where one process plays several; else None."""
+    layers_run: int = 0
+    """MoE layers of the running forward that have dispatched."""
     dispatcher: Dispatcher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,39 +54,55 @@ class ExpertsRuntime:
 
     def sources(self, num_tokens: int, device: torch.device) -> torch.Tensor:
         """Rank each token belongs to, (T,)."""
-        if self.source_rank is not None and len(self.source_rank) == num_tokens:
-            return self.source_rank.to(device)
-        return torch.full((num_tokens,), self.group.rank, device=device)
+        if self.source_rank is None:
+            return torch.full((num_tokens,), self.group.rank, device=device)
+        if len(self.source_rank) != num_tokens:
+            raise ValueError(
+                f"{num_tokens} tokens in an MoE layer, {len(self.source_rank)} in this forward; call the wrapped model as a whole"
+            )
+        return self.source_rank.to(device)
 
 
-class LayerRuntime:
-    """One MoE layer's share of the runtime: where its experts are. ``layer`` counts MoE layers from 0."""
+def check_pruning(config: CAPConfig, top_k: int) -> None:
+    """ValueError for a rule that cannot run on a model with ``top_k`` experts per token."""
+    if config.pruning == "device" and config.prune_solver == "exact" and top_k > MAX_EXACT_TOP_K:
+        raise ValueError(
+            f"prune_solver is 'exact' and the model uses {top_k} experts per token, at most {MAX_EXACT_TOP_K} work; use 'greedy'"
+        )
 
-    def __init__(self, shared: ExpertsRuntime, layer: int, device: torch.device) -> None:
-        self.shared, self.layer = shared, layer
-        layout = shared.layout
-        slots = torch.zeros(layout.num_experts, dtype=torch.long)
+
+def connect_layer(module: Any, shared: ExpertsRuntime, layer: int) -> None:
+    """Tell an experts module its place: MoE layer number ``layer``, and where each expert is, as buffers that follow the module."""
+    layout, device = shared.layout, next(module.parameters()).device
+    slots = torch.arange(layout.num_experts)  # one process that plays all ranks holds every expert, in id order
+    if not shared.is_virtual:
         for rank in range(layout.num_ranks):
             hosted = torch.from_numpy(layout.experts_of(layer, rank))
-            # one process that plays all ranks holds every expert, in id order
-            slots[hosted] = hosted if shared.is_virtual else torch.arange(len(hosted))
-        self.expert_to_slot = slots.to(device)
-        self.expert_to_rank = torch.tensor(layout.expert_to_rank[layer], device=device)
+            slots[hosted] = torch.arange(len(hosted))
+    module.register_buffer("cap_expert_to_slot", slots.to(device), persistent=False)
+    module.register_buffer("cap_expert_to_rank", torch.tensor(layout.expert_to_rank[layer], device=device), persistent=False)
+    module.cap_runtime, module.cap_layer = shared, layer
 
-    def keep(self, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor | None:
-        """Pairs that survive pruning, (T, K) bool; None when all do."""
-        config, routed = self.shared.config, self.shared.routed
-        keep = None
-        if config.prune_threshold > 0 and config.pruning == "expert":
-            keep = prune_experts(weights_TK, config.prune_threshold)
-        elif config.prune_threshold > 0 and config.pruning == "device":
-            source = self.shared.sources(len(ids_TK), ids_TK.device)
-            topology = self.shared.layout.topology
-            keep = prune_devices(ids_TK, weights_TK, self.expert_to_rank, source, topology, config.prune_threshold, config.prune_solver)
-        if routed is not None and len(routed) == len(ids_TK):
-            mask = routed[:, None].expand_as(ids_TK)
-            keep = mask if keep is None else keep & mask
-        return keep
+
+def run_without_tokens(module: Any, top_k: int) -> None:
+    """Take part in one MoE layer's collectives without tokens of one's own, for the sake of ranks that have some."""
+    weight = next(module.parameters())
+    with torch.no_grad():
+        hidden = weight.new_zeros((0, module.hidden_dim))
+        ids = torch.zeros((0, top_k), dtype=torch.long, device=weight.device)
+        module(hidden, ids, torch.zeros((0, top_k), device=weight.device))
+
+
+def _keep(module: Any, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor | None:
+    """Pairs that survive pruning, (T, K) bool; None when all do."""
+    shared: ExpertsRuntime = module.cap_runtime
+    config = shared.config
+    if config.prune_threshold == 0:
+        return None
+    if config.pruning == "expert":
+        return prune_experts(weights_TK, config.prune_threshold)
+    source, topology = shared.sources(len(ids_TK), ids_TK.device), shared.layout.topology
+    return prune_devices(ids_TK, weights_TK, module.cap_expert_to_rank, source, topology, config.prune_threshold, config.prune_solver)
 
 
 def _renormalized(weights_TK: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -118,23 +134,22 @@ def cap_experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: tor
         top_k_index: (T, K) expert ids.
         top_k_weights: (T, K) gate scores.
     """
-    runtime: LayerRuntime = self.cap_runtime
-    shared = runtime.shared
+    shared: ExpertsRuntime = self.cap_runtime
     with torch.no_grad():
-        keep = runtime.keep(top_k_index, top_k_weights)
+        keep = _keep(self, top_k_index, top_k_weights)
     if keep is not None and shared.config.renormalize:
         top_k_weights = _renormalized(top_k_weights, keep)
-    if shared.observer is not None:
-        kept_ids = top_k_index if keep is None else torch.where(keep, top_k_index, -1)
-        shared.observer.observe(runtime.layer, kept_ids, top_k_weights)
+    for observer in shared.observers:
+        observer.observe(self.cap_layer, top_k_index if keep is None else torch.where(keep, top_k_index, -1), top_k_weights)
     shared.group.traffic.token_visits += len(hidden_states)
+    shared.layers_run += 1
     if keep is None and shared.group.size == 1:
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
     num_ranks = shared.layout.num_ranks
-    rank_TK = runtime.expert_to_rank[top_k_index]
+    rank_TK = self.cap_expert_to_rank[top_k_index]
     if keep is not None:
         rank_TK = torch.where(keep, rank_TK, num_ranks)
-    work = shared.dispatcher.dispatch(hidden_states, rank_TK, runtime.expert_to_slot[top_k_index], top_k_weights, num_ranks)
+    work = shared.dispatcher.dispatch(hidden_states, rank_TK, self.cap_expert_to_slot[top_k_index], top_k_weights, num_ranks)
     result_VH = _run_local_experts(self, work.rows_VH, work.row_of_pair_P, work.slot_P, work.weight_P)
     return shared.dispatcher.combine(result_VH, work)
 

@@ -24,7 +24,10 @@ class RankError(RuntimeError):
 
 @dataclass
 class Traffic:
-    """What one rank put on the wire: bytes to other ranks, counted at the collective, and what they were for."""
+    """What one rank sent to others by dispatch, by combine and by moving experts, counted at the collective.
+
+    Bookkeeping is left out: gathered traces and error texts, and one flag per forward of ``CAPMoEModel.joined``.
+    """
 
     collectives: int = 0
     bytes_sent: int = 0
@@ -82,6 +85,24 @@ class ExpertGroup:
         padded[: len(tensor)] = tensor
         parts = self.all_gather(padded)
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    def count(self, flag: bool) -> int:
+        """On how many ranks ``flag`` is set."""
+        if self.size == 1:
+            return int(flag)
+        from deepspeed import comm
+
+        votes = torch.tensor([float(flag)], device=_communication_device())
+        comm.all_reduce(votes, group=self.handle)
+        return int(votes.item())
+
+    def require_equal(self, value: str, what: str) -> None:
+        """ValueError on every rank, naming the values, unless all ranks give the same ``value`` (up to 64 ASCII characters)."""
+        text = torch.tensor(list(value.encode().ljust(64)), dtype=torch.uint8)
+        values = [bytes(row.tolist()).decode().strip() for row in self.all_gather(text)]
+        if len(set(values)) > 1:
+            named = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(values[:8]))
+            raise ValueError(f"{what} differs between ranks ({named}); give every rank the same")
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:

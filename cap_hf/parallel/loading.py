@@ -21,18 +21,29 @@ from cap_hf.families import MoEFamily
 __all__ = ["experts_module", "own_shard_class", "set_expert_parameters"]
 
 
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Shape of a tensor or of a lazy safetensors slice."""
+    return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
+
+
 class _PackedExperts:
     """Lazy packed parameter (n, rows, columns): ``[...]`` reads the rank's experts into one buffer."""
 
-    def __init__(self, experts: Sequence[Sequence[Any]], dtype: torch.dtype) -> None:
-        self.experts, self.dtype = experts, dtype
+    def __init__(self, tensors: Mapping[str, Any], keys: Sequence[Sequence[str]], shape: Sequence[int], dtype: torch.dtype) -> None:
+        """``keys``: per expert, the checkpoint entries to stack row by row; ``shape`` (n, rows, columns) of the parameter."""
+        self.tensors, self.keys, self.shape, self.dtype = tensors, keys, tuple(shape), dtype
+        self.rows = self.shape[1] // len(keys[0])
+        for key in (key for parts in keys for key in parts):
+            if key not in tensors:
+                raise ValueError(f"the checkpoint lacks {key}; it is truncated or of another model")
+            if _shape(tensors[key]) != (self.rows, self.shape[2]):
+                raise ValueError(f"{key} has shape {_shape(tensors[key])}, not {(self.rows, self.shape[2])}; the file is not of this model")
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        rows = [part.get_shape()[0] for part in self.experts[0]]
-        packed = torch.empty((len(self.experts), sum(rows), self.experts[0][0].get_shape()[1]), dtype=self.dtype)
-        for target, parts in zip(packed, self.experts, strict=True):
-            for piece, part in zip(torch.split(target, rows), parts, strict=True):
-                piece.copy_(part[:])
+        packed = torch.empty(self.shape, dtype=self.dtype)
+        for target, parts in zip(packed, self.keys, strict=True):
+            for piece, key in zip(torch.split(target, self.rows), parts, strict=True):
+                piece.copy_(self.tensors[key][:])
         return packed[index]
 
 
@@ -43,8 +54,7 @@ class _ChosenExperts:
         self.tensor, self.experts, self.dtype = tensor, experts, dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        shape = self.tensor.get_shape()
-        packed = torch.empty((len(self.experts), *shape[1:]), dtype=self.dtype)
+        packed = torch.empty((len(self.experts), *_shape(self.tensor)[1:]), dtype=self.dtype)
         for target, expert in zip(packed, self.experts, strict=True):
             target.copy_(self.tensor[expert : expert + 1][0])
         return packed[index]
@@ -70,24 +80,24 @@ def _shrink(model: nn.Module, family: MoEFamily, owned: Mapping[int, Sequence[in
         set_expert_parameters(module, {name: old.new_empty((len(experts), *old.shape[1:])) for name, old in shapes.items()})
 
 
-def _own_state_dict(tensors: dict[str, Any], family: MoEFamily, owned: Mapping[int, Sequence[int]], dtype: torch.dtype) -> dict[str, Any]:
+def _own_state_dict(
+    model: nn.Module, tensors: Mapping[str, Any], family: MoEFamily, owned: Mapping[int, Sequence[int]], dtype: torch.dtype
+) -> dict[str, Any]:
     """Replace every expert entry by lazy packed ones of this rank's experts; the rest stays as it is."""
-    own: dict[str, Any] = {}
     prefixes = tuple(f"{family.experts_path(layer_id)}." for layer_id in owned)
+    own: dict[str, Any] = {key: value for key, value in tensors.items() if not key.startswith(prefixes)}
     for layer_id, experts in owned.items():
-        prefix = family.experts_path(layer_id)
+        prefix, module = family.experts_path(layer_id), experts_module(model, family, layer_id)
         for packed, parts in family.packed_parameters.items():
-            name = f"{prefix}.{packed}"
+            name, shape = f"{prefix}.{packed}", getattr(module, packed).shape
             if not experts:
-                continue  # an empty parameter has nothing to read; it is made on the spot below
-            if name in tensors:
+                own[name] = torch.empty(shape, dtype=dtype)  # nothing to read
+            elif name in tensors:
                 own[name] = _ChosenExperts(tensors[name], experts, dtype)
-                continue
-            try:
-                own[name] = _PackedExperts([[tensors[f"{prefix}.{expert}.{part}.weight"] for part in parts] for expert in experts], dtype)
-            except KeyError as error:
-                raise ValueError(f"the checkpoint lacks {error.args[0]}; it is truncated or not a {family.model_type}") from error
-    return own | {key: value for key, value in tensors.items() if not key.startswith(prefixes)}
+            else:
+                keys = [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in experts]
+                own[name] = _PackedExperts(tensors, keys, shape, dtype)
+    return own
 
 
 def _open_all(files: Sequence[str]) -> dict[str, Any]:
@@ -126,16 +136,7 @@ def own_shard_class(model_class: Any, family: MoEFamily, owned: Mapping[int, Seq
             if load_config.hf_quantizer is not None:
                 raise ValueError("quantised checkpoints cannot be served by the experts hook; load one in bf16, fp16 or fp32")
             tensors = _open_all(checkpoint_files) if state_dict is None else state_dict
-            own = _own_state_dict(tensors, family, owned, load_config.dtype)
-            for layer_id, experts in owned.items():
-                if not experts:
-                    module = experts_module(model, family, layer_id)
-                    empty = {
-                        name: getattr(module, name).new_empty(getattr(module, name).shape, device="cpu")
-                        for name in family.packed_parameters
-                    }
-                    set_expert_parameters(module, empty)
-                    own |= {f"{family.experts_path(layer_id)}.{name}": value for name, value in empty.items()}
+            own = _own_state_dict(model, tensors, family, owned, load_config.dtype)
             load: Callable[..., Any] = model_class._load_pretrained_model
             return load(model, own, checkpoint_files, load_config, *args, **kwargs)
 

@@ -111,6 +111,8 @@ class Placer:
 
 def _texts(dataset: Iterable[Any], text_column: str) -> Iterable[str]:
     """The text of each row, read as it is asked for."""
+    if isinstance(dataset, str):
+        raise ValueError(f"dataset is one string of {len(dataset)} characters; give a list of texts or a dataset")
     for number, row in enumerate(dataset):
         if isinstance(row, str):
             yield row
