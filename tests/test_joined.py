@@ -1,0 +1,185 @@
+"""Ranks that do different things at the same time: nobody waits for ever, and nobody changes anybody's results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_parallel import gap, layout_named, load, own_ids, plain
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+from cap_hf import CAPConfig, CAPMoEModel, RoutingRecorder
+from cap_hf.models import EMBEDDED_MODELS
+from cap_hf.parallel.groups import init_expert_group
+from cap_hf.profiler import evaluate_held_out
+
+NAME = EMBEDDED_MODELS[0]
+
+
+class Failing(StoppingCriteria):
+    """Raises at its second call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("the user's own criterion failed")
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def options_for(case: str, rank: int, model: Any) -> dict[str, Any]:
+    """Other stopping points on every rank, under one feature of ``generate``."""
+    base: dict[str, Any] = {"max_new_tokens": 3 + 5 * rank, "do_sample": False, "eos_token_id": None}
+    features: dict[str, Callable[[], dict[str, Any]]] = {
+        "plain": dict,
+        "guidance": lambda: {"guidance_scale": 1.5},
+        "static cache": lambda: {"cache_implementation": "static"},
+        "chunked prefill": lambda: {"prefill_chunk_size": 3, "cache": DynamicCache(config=model.config)},
+        "beams": lambda: {"num_beams": 2},
+        "no cache": lambda: {"use_cache": False},
+    }
+    return base | features[case]()
+
+
+def rank_generate(case: str, name: str) -> tuple[list[list[int]], list[list[int]]]:
+    rank = init_expert_group().rank
+    model = load(name, layout_named("permuted", name, init_expert_group().size))
+    prompt = own_ids(name, rank)
+    want = plain(name).generate(prompt, **options_for(case, rank, plain(name)))
+    return want.tolist(), model.generate(prompt, **options_for(case, rank, model)).tolist()
+
+
+def rank_continue() -> dict[str, Any]:
+    """The cache that a rank returns is as long as its own sequences, and a second turn continues from it."""
+    rank = init_expert_group().rank
+    results = []
+    for model in (plain(NAME), load(NAME, layout_named("permuted", NAME, 2))):
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+        first = model.generate(own_ids(NAME, rank), max_new_tokens=3 if rank == 0 else 9, return_dict_in_generate=True, **options)
+        held = first.cache.get_seq_length()
+        turn = torch.cat([first.sequences, own_ids(NAME, rank)[:, :4]], dim=1)
+        results.append((held, model.generate(turn, cache=first.cache, max_new_tokens=4, **options).tolist()))
+    return {"want": results[0], "got": results[1]}
+
+
+def rank_fail(case: str) -> tuple[str, bool]:
+    """Rank 1 fails in one way; rank 0 must finish with the right result, and the group must work afterwards."""
+    group = init_expert_group()
+    model, prompt = load(NAME, layout_named("permuted", NAME, 2)), own_ids(NAME, group.rank)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    bad: dict[str, dict[str, Any]] = {
+        "unknown argument": {"no_such_argument": 1},
+        "prompt too long": {"max_new_tokens": None, "max_length": 4},
+        "own criterion": {"stopping_criteria": StoppingCriteriaList([Failing()])},
+        "token out of range": {},
+    }
+    message, right = "no error", True
+    try:
+        if group.rank == 1 and case == "token out of range":
+            prompt = torch.full_like(prompt, 99_999)
+        got = model.generate(prompt, **(options | bad[case] if group.rank == 1 else options))
+        right = torch.equal(got, plain(NAME).generate(prompt, **options))
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    with torch.no_grad():
+        ids = own_ids(NAME, group.rank)
+        right = right and gap(model(input_ids=ids).logits, plain(NAME)(input_ids=ids).logits) <= 1e-5
+    return message, right
+
+
+def rank_uneven_loops() -> list[float]:
+    """Rank r runs r forwards, rank 0 none."""
+    group = init_expert_group()
+    model = load(NAME, layout_named("uneven", NAME, group.size))
+    differences = []
+    with model.joined(), torch.no_grad():
+        for step in range(group.rank):
+            ids = own_ids(NAME, group.rank)[:, : 5 + step]
+            differences.append(gap(model(input_ids=ids).logits, plain(NAME)(input_ids=ids).logits))
+    return differences
+
+
+def rank_record_lengths(beams: int) -> list[int]:
+    rank = init_expert_group().rank
+    model = load(NAME, layout_named("permuted", NAME, 2))
+    with RoutingRecorder(model) as recorder:
+        model.generate(own_ids(NAME, 0)[:, :5], max_new_tokens=3 if rank == 0 else 8, do_sample=False, eos_token_id=None, num_beams=beams)
+    return recorder.trace().request_lengths.tolist()
+
+
+def rank_other_layouts(where: str) -> str:
+    rank = init_expert_group().rank
+    layout = layout_named("permuted" if rank == 0 else "uneven", NAME, 2)
+    try:
+        if where == "load":
+            load(NAME, layout)
+        elif where == "wrap":
+            CAPMoEModel(plain.__wrapped__(NAME), CAPConfig(layout=layout))
+        else:
+            load(NAME, None).apply_layout(layout)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def rank_uneven_batches() -> str:
+    rank = init_expert_group().rank
+    try:
+        evaluate_held_out(load(NAME, None), [own_ids(NAME, 0)] * (1 + rank), progress=False)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("case", ["plain", "guidance", "static cache", "chunked prefill", "beams", "no cache"])
+def test_generate_features_with_other_stops(rank_pool: Any, case: str) -> None:
+    results = rank_pool(2).run(rank_generate, case, NAME)
+    assert [got for _, got in results] == [want for want, _ in results]
+
+
+def test_a_second_turn_continues_from_the_returned_cache(rank_pool: Any) -> None:
+    for result in rank_pool(2).run(rank_continue):
+        assert result["got"] == result["want"]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("unknown argument", "no_such_argument"),
+        ("prompt too long", "max_length"),
+        ("own criterion", "the user's own criterion failed"),
+        ("token out of range", "IndexError"),
+    ],
+)
+def test_a_failing_rank_keeps_nobody_waiting(rank_pool: Any, case: str, words: str) -> None:
+    (first, first_right), (second, second_right) = rank_pool(2).run(rank_fail, case)
+    assert first == "no error" and words in second
+    assert first_right and second_right
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_may_run_different_numbers_of_forwards(rank_pool: Any, size: int) -> None:
+    for rank, differences in enumerate(rank_pool(size).run(rank_uneven_loops)):
+        assert len(differences) == rank and all(difference <= 1e-5 for difference in differences)
+
+
+@pytest.mark.parametrize(("beams", "lengths"), [(1, [7, 12]), (2, [7, 7, 12, 12])])
+def test_a_trace_does_not_depend_on_the_other_rank(rank_pool: Any, beams: int, lengths: list[int]) -> None:
+    assert rank_pool(2).run(rank_record_lengths, beams) == [lengths] * 2
+
+
+@pytest.mark.parametrize("where", ["load", "wrap", "apply"])
+def test_layouts_that_differ_between_ranks_are_refused_on_all(rank_pool: Any, where: str) -> None:
+    messages = rank_pool(2).run(rank_other_layouts, where)
+    assert len(set(messages)) == 1 and "the layout's fingerprint differs between ranks (rank 0: " in messages[0]
+
+
+def test_uneven_numbers_of_batches_are_refused_on_all(rank_pool: Any) -> None:
+    assert (
+        rank_pool(2).run(rank_uneven_batches)
+        == ["the ranks have [1, 2] batches; each needs 1 or more, all equally many: use own_share"] * 2
+    )
