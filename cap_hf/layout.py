@@ -18,7 +18,18 @@ from cap_hf.metrics import LayoutMetrics, measure
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace
 
-__all__ = ["ExpertLayout"]
+__all__ = ["ExpertLayout", "rank_capacities"]
+
+
+def rank_capacities(num_experts: int, num_ranks: int) -> np.ndarray:
+    """Experts per rank, (R,): ``E // R``, and one more on each of the first ``E % R`` ranks.
+
+    Raises:
+        ValueError: fewer experts than ranks, or no rank.
+    """
+    if not 1 <= num_ranks <= num_experts:
+        raise ValueError(f"{num_experts} experts per layer for {num_ranks} ranks; every rank needs an expert: use 1 to {num_experts} ranks")
+    return num_experts // num_ranks + (np.arange(num_ranks) < num_experts % num_ranks)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,8 +72,7 @@ class ExpertLayout:
         cls, num_layers: int, num_experts: int, topology: Topology, layer_ids: Sequence[int] | np.ndarray | None = None
     ) -> ExpertLayout:
         """Experts in id order, contiguous; where R does not divide E the first E mod R ranks hold one more ("Default")."""
-        ranks = np.arange(topology.num_ranks)
-        row = np.repeat(ranks, num_experts // topology.num_ranks + (ranks < num_experts % topology.num_ranks))
+        row = np.repeat(np.arange(topology.num_ranks), rank_capacities(num_experts, topology.num_ranks))
         return cls(np.tile(row, (num_layers, 1)), topology, layer_ids)
 
     @property

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cap_hf.placement
-from cap_hf.layout import ExpertLayout
+from cap_hf.layout import ExpertLayout, rank_capacities
 from cap_hf.metrics import communication_cost, jaccard, rank_loads
 from cap_hf.placement import PlacementSpectrum, Placer
-from cap_hf.placement.baselines import random, rank_capacities, sequential
+from cap_hf.placement.baselines import random, sequential
 from cap_hf.placement.greedy import greedy_groups, greedy_layer, greedy_layers, groups_to_nodes
 from cap_hf.placement.spectrum import adjusted_spectrum, balancing_trajectory, pick_states
 from cap_hf.topology import Topology

@@ -7,18 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["random", "rank_capacities", "sequential"]
+from cap_hf.layout import ExpertLayout, rank_capacities
+from cap_hf.topology import Topology
 
-
-def rank_capacities(num_experts: int, num_ranks: int) -> np.ndarray:
-    """Experts per rank, (R,): ``E // R``, and one more on each of the first ``E % R`` ranks.
-
-    Raises:
-        ValueError: fewer experts than ranks, or no rank.
-    """
-    if not 1 <= num_ranks <= num_experts:
-        raise ValueError(f"{num_experts} experts per layer for {num_ranks} ranks; every rank needs an expert: use 1 to {num_experts} ranks")
-    return num_experts // num_ranks + (np.arange(num_ranks) < num_experts % num_ranks)
+__all__ = ["random", "sequential"]
 
 
 def sequential(num_layers: int, num_experts: int, num_ranks: int) -> np.ndarray:
@@ -27,8 +19,8 @@ def sequential(num_layers: int, num_experts: int, num_ranks: int) -> np.ndarray:
     Raises:
         ValueError: fewer experts than ranks, or no rank.
     """
-    one_layer = np.repeat(np.arange(num_ranks), rank_capacities(num_experts, num_ranks))
-    return np.tile(one_layer, (num_layers, 1))
+    rank_capacities(num_experts, num_ranks)
+    return ExpertLayout.sequential(num_layers, num_experts, Topology(num_ranks)).expert_to_rank
 
 
 def random(num_layers: int, num_experts: int, num_ranks: int, seed: int = 0) -> np.ndarray:

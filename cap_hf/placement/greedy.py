@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cap_hf.placement.baselines import rank_capacities
+from cap_hf.layout import rank_capacities
 from cap_hf.topology import Topology
 
 __all__ = ["greedy_groups", "greedy_layer", "greedy_layers", "groups_to_nodes"]

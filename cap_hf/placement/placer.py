@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cap_hf.layout import ExpertLayout
+from cap_hf.layout import ExpertLayout, rank_capacities
 from cap_hf.metrics import jaccard
-from cap_hf.placement.baselines import random, rank_capacities, sequential
+from cap_hf.placement.baselines import random, sequential
 from cap_hf.placement.greedy import greedy_layers
 from cap_hf.placement.spectrum import PlacementSpectrum, adjusted_spectrum
 from cap_hf.topology import Topology
