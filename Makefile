@@ -53,6 +53,6 @@ $(INSTALLED):
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; name a Python 3.11: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Setting up $(VENV); the first time this takes some minutes"
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@[ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	rm -f $(VENV)/.installed-*
 	touch $@
