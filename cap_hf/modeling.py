@@ -238,7 +238,8 @@ class CAPMoEModel(nn.Module):
 
         Before each forward the ranks count who has one to run. A rank that leaves, by an exception too, stays until all
         have left and takes part in the others' MoE layers without tokens of its own; so nobody waits for it, and an error
-        surfaces on the rank that had it once the others are done.
+        surfaces on the rank that had it once the others are done. Where the failure is in the exchange of a layer itself,
+        all results are void: the rank raises at once, and the launcher ends the others.
         """
         if self._joined or self.group.size == 1:
             yield
@@ -248,11 +249,15 @@ class CAPMoEModel(nn.Module):
             yield
         finally:
             self._joined = False
-            self._run_missing_layers()  # of a forward that an exception ended
-            while self.group.count(False):
-                self._runtime.layers_run = 0
-                self._in_forward = True
-                self._run_missing_layers()
+            if not self._runtime.in_exchange:
+                self._keep_company()
+
+    def _keep_company(self) -> None:
+        """Take part in the other ranks' forwards until none has one left."""
+        self._run_missing_layers()  # of a forward that an exception ended
+        while self.group.count(False):
+            self._runtime.layers_run, self._in_forward = 0, True
+            self._run_missing_layers()
 
     def _run_missing_layers(self) -> None:
         """Dispatch nothing in the MoE layers that this forward has not reached, so that every rank counts as many."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from ranks import RanksFailed
 from test_parallel import gap, layout_named, load, own_ids, plain
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
@@ -91,6 +93,18 @@ def rank_fail(case: str) -> tuple[str, bool]:
     return message, right
 
 
+def rank_broken_experts() -> None:
+    from cap_hf.parallel import experts
+
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("the expert kernel failed")
+
+    model = load(NAME, layout_named("permuted", NAME, 2))
+    if init_expert_group().rank == 1:
+        experts._run_local_experts = broken
+    model.generate(own_ids(NAME, 0), max_new_tokens=3, do_sample=False)
+
+
 def rank_uneven_loops() -> list[float]:
     """Rank r runs r forwards, rank 0 none."""
     group = init_expert_group()
@@ -159,6 +173,15 @@ def test_a_failing_rank_keeps_nobody_waiting(rank_pool: Any, case: str, words: s
     (first, first_right), (second, second_right) = rank_pool(2).run(rank_fail, case)
     assert first == "no error" and words in second
     assert first_right and second_right
+
+
+def test_a_failure_inside_an_exchange_surfaces_at_once(rank_pool: Any) -> None:
+    """Its experts' results are missing for everybody, so nobody may go on; the pool plays the launcher that ends the others."""
+    started = time.monotonic()
+    with pytest.raises(RanksFailed, match="the expert kernel failed"):
+        rank_pool(2).run(rank_broken_experts)
+    assert time.monotonic() - started < 30
+    assert rank_pool(2).run(rank_uneven_loops)[0] == []  # new ranks
 
 
 @pytest.mark.parametrize("size", [2, 4])

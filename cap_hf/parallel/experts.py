@@ -42,6 +42,8 @@ class ExpertsRuntime:
     """(T,) rank that each token of the running forward belongs to, where one process plays several; else None."""
     layers_run: int = 0
     """MoE layers of the running forward that have dispatched."""
+    in_exchange: bool = False
+    """Between the first and the last collective of a layer: where this is left set, the ranks are out of step for good."""
     dispatcher: Dispatcher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,9 +151,12 @@ def cap_experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: tor
     rank_TK = self.cap_expert_to_rank[top_k_index]
     if keep is not None:
         rank_TK = torch.where(keep, rank_TK, num_ranks)
+    shared.in_exchange = True
     work = shared.dispatcher.dispatch(hidden_states, rank_TK, self.cap_expert_to_slot[top_k_index], top_k_weights, num_ranks)
     result_VH = _run_local_experts(self, work.rows_VH, work.row_of_pair_P, work.slot_P, work.weight_P)
-    return shared.dispatcher.combine(result_VH, work)
+    out_TH = shared.dispatcher.combine(result_VH, work)
+    shared.in_exchange = False
+    return out_TH
 
 
 ExpertsInterface.register(HOOK_NAME, cap_experts_forward)
