@@ -32,6 +32,12 @@ def _check_header(path: Path, header: Mapping[str, Any], kind: str) -> None:
         )
 
 
+def _refuse_other_kind(path: Path, kind: str) -> None:
+    found = format_of(path)
+    if found is not None:
+        raise ValueError(f"{path} holds a {found}, not a {kind}; give a {kind} file")
+
+
 def _replace(path: Path, write: Any) -> None:
     """Write beside ``path`` and rename, so that an interrupted write never leaves half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,6 +67,7 @@ def read_json(path: str | Path, kind: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{kind} file {path} cannot be read ({error.strerror}); give the path of an existing file") from error
     except ValueError as error:  # JSON and UTF-8 errors both
+        _refuse_other_kind(path, kind)
         raise ValueError(f"{path} is truncated or not JSON ({error}); save the {kind} again") from error
     if not isinstance(payload, dict):
         raise ValueError(f"{path} holds a JSON {type(payload).__name__}, not an object; save the {kind} again")
@@ -95,6 +102,7 @@ def read_arrays(path: str | Path, kind: str) -> tuple[dict[str, np.ndarray], dic
     except OSError as error:
         raise ValueError(f"{kind} file {path} cannot be read ({error}); give the path of an existing file") from error
     except SafetensorError as error:
+        _refuse_other_kind(path, kind)
         raise ValueError(f"{path} is truncated or not a safetensors file ({error}); save the {kind} again") from error
 
 

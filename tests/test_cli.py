@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cap_hf import ExpertLayout, PlacementSpectrum, RoutingTrace
+from cap_hf import ExpertLayout, PlacementSpectrum, RoutingTrace, Topology
 from cap_hf.cli import _parser, main
 from cap_hf.models import embedded_model
 
@@ -70,6 +70,7 @@ def test_trace_records_a_live_model(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("place {trace} --num-ranks 0", "num_ranks is 0"),
         ("place {missing} --num-ranks 2", "cannot be read"),
         ("place {foreign} --num-ranks 2", "foreign"),
+        ("place {layout} --num-ranks 2", "holds a layout, not a trace"),
         ("spectrum {trace} --num-ranks 2 --num-placements 0", "num_placements is 0"),
         ("inspect {foreign}", "give one of: trace, layout, spectrum"),
         ("inspect {missing}", "is not an existing file"),
@@ -83,10 +84,13 @@ def test_trace_records_a_live_model(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_bad_input_is_one_line_and_code_2(arguments: str, words: str, trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     foreign = trace_file.with_name("foreign")
     foreign.write_text('{"hello": 1}')
+    layout = ExpertLayout([[0, 1]], Topology(2))
+    layout.save(trace_file.with_name("layout.json"))
     (binary := trace_file.with_name("binary")).write_bytes(b"\xff\xfe\x00")
     places = {
         "model": embedded_model(),
         "binary": binary,
+        "layout": trace_file.with_name("layout.json"),
         "trace": trace_file,
         "missing": trace_file.with_name("missing"),
         "foreign": foreign,
