@@ -196,6 +196,7 @@ class CAPMoEModel(nn.Module):
             ValueError: on every rank, if the layout is of other layers, experts or ranks, or differs between ranks; nothing
                 has moved then.
         """
+        self._refuse_inside_joined("apply_layout")
         with self.group.all_or_none():
             config = self._runtime.config.replace(layout=layout)
             layout = config.load_layout() or self.layout
@@ -252,6 +253,10 @@ class CAPMoEModel(nn.Module):
             if not self._runtime.in_exchange:
                 self._keep_company()
 
+    def _refuse_inside_joined(self, what: str) -> None:
+        if self._joined:
+            raise RuntimeError(f"{what} needs every rank at the same step, but inside joined they may differ; call it outside")
+
     def _keep_company(self) -> None:
         """Take part in the other ranks' forwards until none has one left."""
         self._run_missing_layers()  # of a forward that an exception ended
@@ -268,6 +273,7 @@ class CAPMoEModel(nn.Module):
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Gather the experts and save an ordinary Transformers checkpoint; every rank calls it, rank 0 writes."""
+        self._refuse_inside_joined("save_pretrained")
         state_dict = gathered_state_dict(self.model, self.family, self.layout, self.group)
         with self.group.all_or_none():
             if self.group.rank == 0:

@@ -105,6 +105,29 @@ def rank_broken_experts() -> None:
     model.generate(own_ids(NAME, 0), max_new_tokens=3, do_sample=False)
 
 
+def rank_refused_inside_joined() -> list[str]:
+    model = load(NAME, None)
+    messages = []
+    for call in (lambda: model.apply_layout(layout_named("permuted", NAME, 2)), lambda: model.save_pretrained("/no/such/folder")):
+        try:
+            with model.joined():
+                call()
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def rank_exit_in_a_stage() -> str:
+    group = init_expert_group()
+    try:
+        with group.all_or_none():
+            if group.rank == 1:
+                raise SystemExit("é" * 3000)  # longer than what is told, and cut inside a character
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def rank_uneven_loops() -> list[float]:
     """Rank r runs r forwards, rank 0 none."""
     group = init_expert_group()
@@ -182,6 +205,17 @@ def test_a_failure_inside_an_exchange_surfaces_at_once(rank_pool: Any) -> None:
         rank_pool(2).run(rank_broken_experts)
     assert time.monotonic() - started < 30
     assert rank_pool(2).run(rank_uneven_loops)[0] == []  # new ranks
+
+
+def test_steps_that_need_all_ranks_are_refused_inside_joined(rank_pool: Any) -> None:
+    for messages in rank_pool(2).run(rank_refused_inside_joined):
+        assert [message.split()[0] for message in messages] == ["apply_layout", "save_pretrained"]
+
+
+def test_an_exit_on_one_rank_ends_the_stage_on_all(rank_pool: Any) -> None:
+    first, second = rank_pool(2).run(rank_exit_in_a_stage)
+    assert first.startswith("RankError: rank 1 of 2 failed, this rank (0) stops with it. SystemExit: éé")
+    assert second.startswith("SystemExit: éé")
 
 
 @pytest.mark.parametrize("size", [2, 4])

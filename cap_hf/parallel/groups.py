@@ -110,17 +110,17 @@ class ExpertGroup:
 
         The stage itself must not communicate, or must communicate equally on every rank until the failure.
         """
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # an exit or an interrupt leaves the others waiting just as well
             failure = error
         if self.size > 1:
             self._tell_failure(failure)
         if failure is not None:
             raise failure
 
-    def _tell_failure(self, failure: Exception | None) -> None:
+    def _tell_failure(self, failure: BaseException | None) -> None:
         """Exchange error texts; raise for a peer's failure unless this rank has its own to raise."""
         text = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_MESSAGE_BYTES]
         message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
