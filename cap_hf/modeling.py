@@ -221,6 +221,10 @@ class CAPMoEModel(nn.Module):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's ``generate``, inside ``joined``: ranks may differ in batch, prompt, options and stopping point."""
+        if self.group.size > 1 and isinstance(kwargs.get("assistant_model"), CAPMoEModel):
+            raise ValueError(
+                "the assistant is a CAPMoEModel too, and two shared models cannot take turns at different times; give a plain one"
+            )
         kwargs.pop("synced_gpus", None)  # joined does the same without forwards that compute nothing
         given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
         settings = [kwargs] + [vars(each) for each in (given, self.generation_config) if each is not None]
@@ -246,6 +250,7 @@ class CAPMoEModel(nn.Module):
             yield
             return
         self._joined = True
+        self._runtime.in_exchange = False  # activation checkpointing may have ended a recomputation in the middle of a layer
         try:
             yield
         finally:
@@ -259,7 +264,6 @@ class CAPMoEModel(nn.Module):
 
     def _keep_company(self) -> None:
         """Take part in the other ranks' forwards until none has one left."""
-        self._run_missing_layers()  # of a forward that an exception ended
         while self.group.count(False):
             self._runtime.layers_run, self._in_forward = 0, True
             self._run_missing_layers()
@@ -317,11 +321,11 @@ class CAPMoEModel(nn.Module):
     def _after_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Close the forward; called without output where it failed."""
         self._runtime.source_rank = None
+        if self._joined and not self._runtime.in_exchange:
+            self._run_missing_layers()  # of an early exit or a failure
+        self._in_forward = False
         if output is None:
             return
-        if self._joined:
-            self._run_missing_layers()  # of an early exit
-        self._in_forward = False
         cache = getattr(output, "cache", None)
         cache = getattr(output, "past_key_values", None) if cache is None else cache
         for observer in self._runtime.observers:

@@ -117,6 +117,47 @@ def rank_refused_inside_joined() -> list[str]:
     return messages
 
 
+def rank_goes_on_after_a_failed_forward() -> list[Any]:
+    """Rank 1 catches the failure of its second forward, in the middle of the model, and goes on inside joined."""
+    group = init_expert_group()
+    model, ids, results = load(NAME, layout_named("permuted", NAME, 2)), own_ids(NAME, group.rank), []
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    with model.joined(), torch.no_grad():
+        for step in range(3):
+            handle = model.model.model.layers[2].register_forward_pre_hook(fail) if (group.rank, step) == (1, 1) else None
+            try:
+                results.append(gap(model(input_ids=ids).logits, plain(NAME)(input_ids=ids).logits) <= 1e-5)
+            except RuntimeError as error:
+                results.append(str(error))
+            if handle:
+                handle.remove()
+    return results
+
+
+def rank_joins_after_checkpointed_training() -> list[float]:
+    """Recomputation may stop between dispatch and combine; what follows must not take that for a failure."""
+    group = init_expert_group()
+    model, ids = load(NAME, layout_named("permuted", NAME, 2)), own_ids(NAME, group.rank)
+    model.model.activation_checkpointing_enable()
+    model.train()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model.eval()
+    with model.joined(), torch.no_grad():
+        return [gap(model(input_ids=ids).logits, plain(NAME)(input_ids=ids).logits) for _ in range(group.rank)]
+
+
+def rank_assistant() -> str:
+    model = load(NAME, None)
+    try:
+        model.generate(own_ids(NAME, 0), assistant_model=load(NAME, None), max_new_tokens=2)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def rank_exit_in_a_stage() -> str:
     group = init_expert_group()
     try:
@@ -210,6 +251,19 @@ def test_a_failure_inside_an_exchange_surfaces_at_once(rank_pool: Any) -> None:
 def test_steps_that_need_all_ranks_are_refused_inside_joined(rank_pool: Any) -> None:
     for messages in rank_pool(2).run(rank_refused_inside_joined):
         assert [message.split()[0] for message in messages] == ["apply_layout", "save_pretrained"]
+
+
+def test_a_rank_may_catch_a_failure_and_go_on(rank_pool: Any) -> None:
+    assert rank_pool(2).run(rank_goes_on_after_a_failed_forward) == [[True] * 3, [True, "in the middle", True]]
+
+
+def test_joining_after_checkpointed_training(rank_pool: Any) -> None:
+    first, second = rank_pool(2).run(rank_joins_after_checkpointed_training)
+    assert first == [] and len(second) == 1 and second[0] <= 1e-5
+
+
+def test_a_shared_assistant_is_refused(rank_pool: Any) -> None:
+    assert all("the assistant is a CAPMoEModel too" in message for message in rank_pool(2).run(rank_assistant))
 
 
 def test_an_exit_on_one_rank_ends_the_stage_on_all(rank_pool: Any) -> None:

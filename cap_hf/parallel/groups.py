@@ -122,7 +122,7 @@ class ExpertGroup:
 
     def _tell_failure(self, failure: BaseException | None) -> None:
         """Exchange error texts; raise for a peer's failure unless this rank has its own to raise."""
-        text = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()[:_MESSAGE_BYTES]
+        text = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode(errors="replace")[:_MESSAGE_BYTES]
         message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
         message[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)]
         peers = self.all_gather(message)
