@@ -59,6 +59,8 @@ class CAPMoEModel(nn.Module):
             differ between ranks.
     """
 
+    _joined_model: CAPMoEModel | None = None  # of this process
+
     def __init__(self, model: Any, cap_config: CAPConfig | None = None) -> None:
         group = init_expert_group()
         with group.all_or_none():
@@ -81,7 +83,6 @@ class CAPMoEModel(nn.Module):
         self.family = family
         self.training = model.training
         self._runtime = runtime
-        self._joined = self._in_forward = False
         self._generating_with_pad: int | None = None
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward, always_call=True)
@@ -230,50 +231,56 @@ class CAPMoEModel(nn.Module):
         settings = [kwargs] + [vars(each) for each in (given, self.generation_config) if each is not None]
         found = [each[key] for key in ("pad_token_id", "eos_token_id") for each in settings if each.get(key) is not None]
         pads = torch.as_tensor(found[0]).flatten().tolist() if found else [-1]
-        self._generating_with_pad = int(pads[0])
+        outer, self._generating_with_pad = self._generating_with_pad, int(pads[0])
         try:
             with self.joined():
                 return self.model.generate(*args, **kwargs)
         finally:
-            self._generating_with_pad = None
+            self._generating_with_pad = outer
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Ranks may run different numbers of forwards inside, none included; every rank must enter. For inference.
+        """Ranks may run different numbers of forwards inside, none included; every rank must enter. Gradients are off.
 
         Before each forward the ranks count who has one to run. A rank that leaves, by an exception too, stays until all
         have left and takes part in the others' MoE layers without tokens of its own; so nobody waits for it, and an error
         surfaces on the rank that had it once the others are done. Where the failure is in the exchange of a layer itself,
         all results are void: the rank raises at once, and the launcher ends the others.
         """
-        if self._joined or self.group.size == 1:
+        runtime = self._runtime
+        if runtime.joined or self.group.size == 1:
             yield
             return
-        self._joined = True
-        self._runtime.in_exchange = False  # activation checkpointing may have ended a recomputation in the middle of a layer
+        if CAPMoEModel._joined_model is not None:
+            raise ValueError("another CAPMoEModel is joined, and ranks could answer for the wrong one; leave its joined or generate first")
+        CAPMoEModel._joined_model = self
+        # a failure outside, or a recomputation that activation checkpointing ended in the middle of a layer, is over
+        runtime.joined, runtime.in_forward, runtime.in_exchange = True, False, False
         try:
-            yield
+            with torch.no_grad():
+                yield
         finally:
-            self._joined = False
-            if not self._runtime.in_exchange:
+            runtime.joined, CAPMoEModel._joined_model = False, None
+            if not runtime.in_exchange:
                 self._keep_company()
 
     def _refuse_inside_joined(self, what: str) -> None:
-        if self._joined:
+        if self._runtime.joined:
             raise RuntimeError(f"{what} needs every rank at the same step, but inside joined they may differ; call it outside")
 
     def _keep_company(self) -> None:
         """Take part in the other ranks' forwards until none has one left."""
+        self._run_missing_layers()  # of a forward that an interrupt ended
         while self.group.count(False):
-            self._runtime.layers_run, self._in_forward = 0, True
+            self._runtime.layers_run, self._runtime.in_forward = 0, True
             self._run_missing_layers()
 
     def _run_missing_layers(self) -> None:
         """Dispatch nothing in the MoE layers that this forward has not reached, so that every rank counts as many."""
-        if self._in_forward:
+        if self._runtime.in_forward:
             for module in self._experts()[self._runtime.layers_run :]:
                 run_without_tokens(module, self.top_k)
-        self._in_forward = False
+        self._runtime.in_forward = False
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Gather the experts and save an ordinary Transformers checkpoint; every rank calls it, rank 0 writes."""
@@ -297,9 +304,9 @@ class CAPMoEModel(nn.Module):
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tell the hook, out of band, what the flat tokens of this forward are: padding, new or continued, whose."""
         runtime = self._runtime
-        if self._joined:
+        runtime.layers_run, runtime.source_rank, runtime.in_forward = 0, None, True
+        if runtime.joined:
             self.group.count(True)
-        runtime.layers_run, runtime.source_rank, self._in_forward = 0, None, True
         given = [args[0] if args else kwargs.get("input_ids"), kwargs.get("inputs_embeds"), args[4] if len(args) > 4 else None]
         tokens = next((each for each in given if each is not None), None)
         if tokens is None:
@@ -321,9 +328,9 @@ class CAPMoEModel(nn.Module):
     def _after_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Close the forward; called without output where it failed."""
         self._runtime.source_rank = None
-        if self._joined and not self._runtime.in_exchange:
+        if self._runtime.joined and not self._runtime.in_exchange:
             self._run_missing_layers()  # of an early exit or a failure
-        self._in_forward = False
+        self._runtime.in_forward = False
         if output is None:
             return
         cache = getattr(output, "cache", None)

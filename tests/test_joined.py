@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +18,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from cap_hf import CAPConfig, CAPMoEModel, RoutingRecorder
 from cap_hf.models import EMBEDDED_MODELS
 from cap_hf.parallel.groups import init_expert_group
+from cap_hf.parallel.loading import experts_module
 from cap_hf.profiler import evaluate_held_out
 
 NAME = EMBEDDED_MODELS[0]
@@ -158,6 +162,50 @@ def rank_assistant() -> str:
     return "no error"
 
 
+def rank_interrupted(where: str) -> list[Any]:
+    """Rank 1 is interrupted, or fails, in one place; rank 0 must finish with the right tokens."""
+    group = init_expert_group()
+    model, prompt = load(NAME, layout_named("permuted", NAME, 2)), own_ids(NAME, group.rank)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if group.rank == 1 and where == "layer":
+        model.model.model.layers[2].register_forward_pre_hook(interrupt)
+    if group.rank == 1 and where == "before the exchange":
+        experts = experts_module(model.model, model.family, 1)
+        experts.cap_expert_to_rank = experts.cap_expert_to_rank[:1]
+    if group.rank == 1 and where == "vote":
+        threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try:
+        if where == "vote":
+            with model.joined():
+                time.sleep(1.5 * (1 - group.rank))
+                return [gap(model(input_ids=prompt).logits, plain(NAME)(input_ids=prompt).logits) <= 1e-5]
+        return [torch.equal(model.generate(prompt, **options), plain(NAME).generate(prompt, **options))]
+    except (KeyboardInterrupt, IndexError) as error:
+        return [type(error).__name__]
+
+
+def rank_misused() -> list[str]:
+    """A second model inside joined, a part of the model, a gradient."""
+    model, other, ids = load(NAME, layout_named("permuted", NAME, 2)), load(NAME, layout_named("uneven", NAME, 2)), own_ids(NAME, 0)
+    calls: list[Callable[[], Any]] = [
+        lambda: other.generate(ids, max_new_tokens=2),
+        lambda: model.model.model(input_ids=ids),
+        lambda: model(input_ids=ids).logits.sum().backward(),
+    ]
+    messages = []
+    for call in calls:
+        try:
+            with model.joined():
+                call()
+        except (ValueError, RuntimeError) as error:
+            messages.append(str(error))
+    return messages
+
+
 def rank_exit_in_a_stage() -> str:
     group = init_expert_group()
     try:
@@ -251,6 +299,18 @@ def test_a_failure_inside_an_exchange_surfaces_at_once(rank_pool: Any) -> None:
 def test_steps_that_need_all_ranks_are_refused_inside_joined(rank_pool: Any) -> None:
     for messages in rank_pool(2).run(rank_refused_inside_joined):
         assert [message.split()[0] for message in messages] == ["apply_layout", "save_pretrained"]
+
+
+@pytest.mark.parametrize(
+    ("where", "error"), [("layer", "KeyboardInterrupt"), ("before the exchange", "IndexError"), ("vote", "KeyboardInterrupt")]
+)
+def test_an_interrupt_keeps_nobody_waiting(rank_pool: Any, where: str, error: str) -> None:
+    assert rank_pool(2).run(rank_interrupted, where) == [[True], [error]]
+
+
+def test_misuse_inside_joined_is_refused(rank_pool: Any) -> None:
+    for messages in rank_pool(2).run(rank_misused):
+        assert ["another CAPMoEModel" in messages[0], "a part of the model" in messages[1], "grad" in messages[2]] == [True] * 3
 
 
 def test_a_rank_may_catch_a_failure_and_go_on(rank_pool: Any) -> None:

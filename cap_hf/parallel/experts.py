@@ -40,6 +40,10 @@ class ExpertsRuntime:
     observers: list[Any] = field(default_factory=list)
     source_rank: torch.Tensor | None = None
     """(T,) rank that each token of the running forward belongs to, where one process plays several; else None."""
+    joined: bool = False
+    """Ranks may run different numbers of forwards now, and vote before each."""
+    in_forward: bool = False
+    """A forward of the whole model is under way; with ``joined``, one that was voted for."""
     layers_run: int = 0
     """MoE layers of the running forward that have dispatched."""
     in_exchange: bool = False
@@ -137,6 +141,8 @@ def cap_experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: tor
         top_k_weights: (T, K) gate scores.
     """
     shared: ExpertsRuntime = self.cap_runtime
+    if shared.joined and not shared.in_forward:
+        raise ValueError("a part of the model was called inside joined, where only whole forwards are voted for; call the wrapped model")
     with torch.no_grad():
         keep = _keep(self, top_k_index, top_k_weights)
     if keep is not None and shared.config.renormalize:
@@ -144,15 +150,15 @@ def cap_experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: tor
     for observer in shared.observers:
         observer.observe(self.cap_layer, top_k_index if keep is None else torch.where(keep, top_k_index, -1), top_k_weights)
     shared.group.traffic.token_visits += len(hidden_states)
-    shared.layers_run += 1
     if keep is None and shared.group.size == 1:
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
     num_ranks = shared.layout.num_ranks
     rank_TK = self.cap_expert_to_rank[top_k_index]
     if keep is not None:
         rank_TK = torch.where(keep, rank_TK, num_ranks)
-    shared.in_exchange = True
-    work = shared.dispatcher.dispatch(hidden_states, rank_TK, self.cap_expert_to_slot[top_k_index], top_k_weights, num_ranks)
+    slot_TK = self.cap_expert_to_slot[top_k_index]
+    shared.layers_run, shared.in_exchange = shared.layers_run + 1, True
+    work = shared.dispatcher.dispatch(hidden_states, rank_TK, slot_TK, top_k_weights, num_ranks)
     result_VH = _run_local_experts(self, work.rows_VH, work.row_of_pair_P, work.slot_P, work.weight_P)
     out_TH = shared.dispatcher.combine(result_VH, work)
     shared.in_exchange = False
