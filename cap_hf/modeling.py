@@ -277,10 +277,13 @@ class CAPMoEModel(nn.Module):
 
     def _run_missing_layers(self) -> None:
         """Dispatch nothing in the MoE layers that this forward has not reached, so that every rank counts as many."""
-        if self._runtime.in_forward:
-            for module in self._experts()[self._runtime.layers_run :]:
+        runtime = self._runtime
+        observers, runtime.observers = runtime.observers, []  # there is nothing to see
+        try:
+            for module in self._experts()[runtime.layers_run :] if runtime.in_forward else []:
                 run_without_tokens(module, self.top_k)
-        self._runtime.in_forward = False
+        finally:
+            runtime.observers, runtime.in_forward = observers, False
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Gather the experts and save an ordinary Transformers checkpoint; every rank calls it, rank 0 writes."""
@@ -318,7 +321,7 @@ class CAPMoEModel(nn.Module):
         if runtime.observers:
             mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
             cache = args[3] if len(args) > 3 else kwargs.get("cache", kwargs.get("past_key_values"))
-            if cache is None and self._generating_with_pad is not None:
+            if cache is None and kwargs.get("use_cache") is False and self._generating_with_pad is not None:
                 raise ValueError("use_cache is False; recording generate needs the cache, else every step repeats all tokens: leave it on")
             past_length = int(cache.get_seq_length()) if cache is not None else 0
             recorded = _real_tokens(mask, tokens, past_length, self._generating_with_pad)

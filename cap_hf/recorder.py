@@ -104,18 +104,20 @@ class RoutingRecorder:
     def end_forward(self, cache: Any) -> None:
         """Told by the model when a forward has succeeded: what it observed now counts, if it ran all layers."""
         forward, self._forward = self._forward, None
-        if forward is None or len(forward.layers) < len(self._ids):
+        if forward is None:
+            return
+        self._num_requests = max(self._num_requests, int(forward.rows.max()) + 1)
+        for each in (forward.cache, cache):
+            if each is not None:
+                self._rows_of_cache[each] = forward.rows
+        if len(forward.layers) < len(self._ids):  # an early exit: nothing to record, but its cache may be continued
             return
         for layer, (ids, weights) in forward.layers.items():
             self._ids[layer].append(ids)
             self._weights[layer].append(weights)
         rows = forward.rows.repeat_interleave(forward.length)
         self._requests.append(rows if forward.keep is None else rows[forward.keep.cpu()])
-        self._num_requests = max(self._num_requests, int(forward.rows.max()) + 1)
         self.num_tokens += len(self._requests[-1])
-        for each in (forward.cache, cache):
-            if each is not None:
-                self._rows_of_cache[each] = forward.rows
 
     def trace(self) -> RoutingTrace:
         """What was recorded on all ranks of the model's group (each must call), requests of rank 0 first.

@@ -47,6 +47,7 @@ def options_for(case: str, rank: int, model: Any) -> dict[str, Any]:
         "chunked prefill": lambda: {"prefill_chunk_size": 3, "cache": DynamicCache(config=model.config)},
         "beams": lambda: {"num_beams": 2},
         "no cache": lambda: {"use_cache": False},
+        "early exit": lambda: {"assistant_early_exit": 2},
     }
     return base | features[case]()
 
@@ -54,9 +55,14 @@ def options_for(case: str, rank: int, model: Any) -> dict[str, Any]:
 def rank_generate(case: str, name: str) -> tuple[list[list[int]], list[list[int]]]:
     rank = init_expert_group().rank
     model = load(name, layout_named("permuted", name, init_expert_group().size))
-    prompt = own_ids(name, rank)
+    prompt = own_ids(name, rank)[: 1 if case == "early exit" else None]
     want = plain(name).generate(prompt, **options_for(case, rank, plain(name)))
-    return want.tolist(), model.generate(prompt, **options_for(case, rank, model)).tolist()
+    if case == "no cache":  # which cannot be recorded
+        return want.tolist(), model.generate(prompt, **options_for(case, rank, model)).tolist()
+    with RoutingRecorder(model) as recorder:
+        got = model.generate(prompt, **options_for(case, rank, model)).tolist()
+    assert recorder.trace().num_tokens >= recorder.num_tokens > 0  # consistent in all layers, whatever forwards there were
+    return want.tolist(), got
 
 
 def rank_continue() -> dict[str, Any]:
@@ -261,7 +267,7 @@ def rank_uneven_batches() -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("case", ["plain", "guidance", "static cache", "chunked prefill", "beams", "no cache"])
+@pytest.mark.parametrize("case", ["plain", "guidance", "static cache", "chunked prefill", "beams", "no cache", "early exit"])
 def test_generate_features_with_other_stops(rank_pool: Any, case: str) -> None:
     results = rank_pool(2).run(rank_generate, case, NAME)
     assert [got for _, got in results] == [want for want, _ in results]
