@@ -2,8 +2,8 @@
 
     python eval/perplexity.py --model tiny_qwen3_moe --num_ranks 8        # or: make eval
 
-One process plays all ranks: pruning acts as on that many devices, nothing is sent. Hardware: 1 CPU core, about three
-minutes per model. Expect device pruning to lose less perplexity than expert pruning at equal p.
+One process plays all ranks: pruning acts as on that many devices, nothing is sent. Hardware: 1 CPU core, about a minute
+and a half per model. Expect device pruning to lose less perplexity than expert pruning at equal p.
 """
 
 from __future__ import annotations

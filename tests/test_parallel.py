@@ -101,18 +101,14 @@ def rank_logits(name: str, kind: str) -> dict[str, Any]:
     return {"difference": gap(got, want), "traffic": traffic, "rows": rows, "dispatch_bytes": dispatch_bytes, "all_rows": others}
 
 
-def rank_pruned_logits(name: str, threshold: float) -> float:
+def rank_pruned_logits(name: str, threshold: float, expected_file: str) -> float:
     """Several ranks against one process that plays them all: row r of its batch belongs to rank r."""
     group = init_expert_group()
     layout = layout_named("permuted", name, group.size)
     model = load(name, layout, pruning="device", prune_threshold=threshold)
     ids = torch.tensor([tokenizer(name)(" ".join(TEXTS))["input_ids"][row : row + 24] for row in range(group.size)])
     with torch.no_grad():
-        return gap(model(input_ids=ids[group.rank : group.rank + 1]).logits[0], torch.load(_shared_file("virtual"))[group.rank])
-
-
-def _shared_file(name: str) -> Path:
-    return Path("/tmp") / f"cap_hf_test_{name}.pt"
+        return gap(model(input_ids=ids[group.rank : group.rank + 1]).logits[0], torch.load(expected_file)[group.rank])
 
 
 def rank_layer_extremes(name: str) -> dict[str, float]:
@@ -232,11 +228,11 @@ def rank_record_few_texts(name: str) -> list[int]:
     return trace.request_lengths.tolist()
 
 
-def rank_error(name: str, what: str) -> str:
+def rank_error(name: str, what: str, folder: str) -> str:
     """Provoke one kind of bad input; every rank must raise, and the group must still work afterwards."""
     group = init_expert_group()
     good = layout_named("sequential", name, group.size)
-    path = Path(f"/tmp/cap_hf_test_error_{group.rank}.json")
+    path = Path(folder, f"layout_{group.rank}.json")
     good.save(path)
     calls = {
         "ranks": lambda: load(name, ExpertLayout(good.expert_to_rank, Topology(group.size + 1), good.layer_ids)),
@@ -253,8 +249,6 @@ def rank_error(name: str, what: str) -> str:
     except (ValueError, RankError) as error:
         assert group.all_gather(torch.tensor([group.rank])).flatten().tolist() == list(range(group.size))
         return f"{type(error).__name__}: {error}"
-    finally:
-        path.unlink(missing_ok=True)
     return "no error"
 
 
@@ -284,7 +278,7 @@ def test_bytes_of_all_ranks_together(rank_pool: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", EMBEDDED_MODELS)
-def test_pruned_logits_equal_one_process_that_plays_all_ranks(rank_pool: Any, name: str) -> None:
+def test_pruned_logits_equal_one_process_that_plays_all_ranks(rank_pool: Any, name: str, tmp_path: Path) -> None:
     size = 2
     layout = layout_named("permuted", name, size)
     virtual = load(name, layout, pruning="device", prune_threshold=0.3)
@@ -292,11 +286,8 @@ def test_pruned_logits_equal_one_process_that_plays_all_ranks(rank_pool: Any, na
     with torch.no_grad():
         pruned = virtual(input_ids=ids).logits
         assert (pruned - plain(name)(input_ids=ids).logits).abs().max() > 1e-3  # something was pruned
-    torch.save(pruned, _shared_file("virtual"))
-    try:
-        assert max(rank_pool(size).run(rank_pruned_logits, name, 0.3)) <= 1e-5
-    finally:
-        _shared_file("virtual").unlink()
+    torch.save(pruned, tmp_path / "expected.pt")
+    assert max(rank_pool(size).run(rank_pruned_logits, name, 0.3, str(tmp_path / "expected.pt"))) <= 1e-5
 
 
 @pytest.mark.parametrize("name", EMBEDDED_MODELS)
@@ -367,12 +358,12 @@ def test_ranks_without_texts_keep_the_others_company(rank_pool: Any) -> None:
         ("no tokens", "2 texts yield 0 tokens"),
     ],
 )
-def test_bad_input_ends_in_the_same_error_on_every_rank(rank_pool: Any, what: str, words: str) -> None:
-    messages = rank_pool(2).run(rank_error, EMBEDDED_MODELS[0], what)
+def test_bad_input_ends_in_the_same_error_on_every_rank(rank_pool: Any, what: str, words: str, tmp_path: Path) -> None:
+    messages = rank_pool(2).run(rank_error, EMBEDDED_MODELS[0], what, str(tmp_path))
     assert len(set(messages)) == 1 and messages[0].startswith("ValueError") and words in messages[0]
 
 
-def test_a_file_broken_for_one_rank_stops_all_of_them(rank_pool: Any) -> None:
-    first, second = rank_pool(2).run(rank_error, EMBEDDED_MODELS[0], "truncated on rank 1")
+def test_a_file_broken_for_one_rank_stops_all_of_them(rank_pool: Any, tmp_path: Path) -> None:
+    first, second = rank_pool(2).run(rank_error, EMBEDDED_MODELS[0], "truncated on rank 1", str(tmp_path))
     assert second.startswith("ValueError") and "truncated or not JSON" in second
     assert first.startswith("RankError: rank 1 of 2 failed") and "truncated or not JSON" in first
