@@ -19,10 +19,12 @@ __all__ = [
     "communication_cost",
     "distinct_destinations",
     "jaccard",
+    "jaccard_of_counts",
     "load_imbalance",
     "measure",
     "rank_loads",
     "remote_rows_per_token",
+    "visits_per_token",
 ]
 
 
@@ -59,6 +61,19 @@ def distinct_destinations(ids: np.ndarray, expert_to_place: np.ndarray, num_plac
     return np.array(counts)
 
 
+def visits_per_token(ids: np.ndarray, expert_to_rank: np.ndarray, topology: Topology) -> np.ndarray:
+    """Mean ranks that a token visits plus, with several nodes, ``inter_node_cost`` times the nodes it visits, (L,).
+
+    A node counts once per token, as hierarchical dispatch pays for it. The token's own rank and node count too, since a
+    trace does not say where a token will be when it is served.
+    """
+    visits = distinct_destinations(ids, expert_to_rank, topology.num_ranks)
+    if topology.num_nodes > 1:
+        nodes = distinct_destinations(ids, topology.rank_to_node[expert_to_rank], topology.num_nodes)
+        visits = visits + topology.inter_node_cost * nodes
+    return visits
+
+
 def remote_rows_per_token(ids: np.ndarray, expert_to_rank: np.ndarray, num_ranks: int, source_rank: np.ndarray) -> np.ndarray:
     """Mean rows a token sends to ranks other than its own, ``source_rank`` (T,): the device-centric volume, (L,)."""
     rows = []
@@ -84,11 +99,16 @@ def load_imbalance(trace: RoutingTrace, expert_to_rank: np.ndarray, num_ranks: i
 
 def jaccard(trace: RoutingTrace) -> np.ndarray:
     """Co-activation p_ij = tokens with both / tokens with either, p_ii = 0, (L, E, E) float64 (method section 1)."""
-    both = trace.coactivation_counts().astype(np.float64)
-    loads = np.einsum("lee->le", both)
-    either = loads[:, :, None] + loads[:, None, :] - both
+    return jaccard_of_counts(trace.coactivation_counts())
+
+
+def jaccard_of_counts(counts: np.ndarray) -> np.ndarray:
+    """``jaccard`` from numbers of tokens with both experts, (..., E, E), the diagonal holding the loads."""
+    both = counts.astype(np.float64)
+    loads = np.einsum("...ee->...e", both)
+    either = loads[..., :, None] + loads[..., None, :] - both
     p = np.divide(both, either, out=np.zeros_like(both), where=either > 0)
-    p[:, np.arange(p.shape[1]), np.arange(p.shape[1])] = 0.0
+    np.einsum("...ee->...e", p)[...] = 0.0
     return p
 
 

@@ -5,6 +5,8 @@ Letters: ``L`` layers, ``E`` experts per layer, ``R`` ranks.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ import numpy as np
 from cap_hf.layout import ExpertLayout, rank_capacities
 from cap_hf.metrics import jaccard
 from cap_hf.placement.baselines import random, sequential
+from cap_hf.placement.eplb import eplb
 from cap_hf.placement.greedy import greedy_layers
 from cap_hf.placement.spectrum import PlacementSpectrum, adjusted_spectrum
 from cap_hf.topology import Topology
@@ -21,63 +24,75 @@ from cap_hf.trace import RoutingTrace
 
 if TYPE_CHECKING:
     from cap_hf.modeling import CAPMoEModel
+    from cap_hf.placement.connectivity import LayerProblem, Search
 
 __all__ = ["METHODS", "Placer"]
 
 
-def _greedy(trace: RoutingTrace, topology: Topology, seed: int) -> np.ndarray:
-    return greedy_layers(jaccard(trace), topology, seed)
-
-
-def _sequential(trace: RoutingTrace, topology: Topology, seed: int) -> np.ndarray:
-    return sequential(trace.num_layers, trace.num_experts, topology.num_ranks)
-
-
-def _random(trace: RoutingTrace, topology: Topology, seed: int) -> np.ndarray:
-    return random(trace.num_layers, trace.num_experts, topology.num_ranks, seed)
-
-
-METHODS: dict[str, Callable[[RoutingTrace, Topology, int], np.ndarray]] = {"greedy": _greedy, "sequential": _sequential, "random": _random}
-"""Method name -> function ``(trace, topology, seed) -> expert_to_rank (L, E)``."""
-
-
 @dataclass(frozen=True)
 class Placer:
-    """Places experts on the ranks of ``topology``; equal arguments give equal layouts.
+    """Places experts on the ranks of ``topology``; without a time limit, equal arguments give equal layouts.
 
-    ``method``: "greedy" (the paper's, co-activated experts together), "sequential" (experts in id order) or "random".
-    ``seed`` decides what a method leaves open.
+    ``method``:
+
+    - "connectivity": search on the exact number of ranks (and nodes) that tokens visit; the least traffic, and a spectrum
+      that trades it for balance.
+    - "greedy": the paper's, co-activated experts together, and its adjustment by swaps.
+    - "eplb": DeepSeek's balancer, even loads whatever the traffic; "sequential": experts in id order; "random".
+
+    ``seed`` decides what a method leaves open. The others are for "connectivity": ``num_starts`` annealings per layer, of
+    which the best counts (each more costs time and buys some tenths of a percent); ``time_limit_s`` bounds ``place`` and
+    ``spectrum`` each, in seconds (what has begun is finished), and the best so far is the result; ``progress`` shows bars.
 
     Raises:
-        ValueError: unknown method, or a negative seed.
+        ValueError: unknown method, a negative seed, no start, or a negative time limit.
     """
 
     topology: Topology
-    method: str = "greedy"
+    method: str = "connectivity"
     seed: int = 0
+    num_starts: int = 2
+    time_limit_s: float | None = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"unknown method {self.method!r}; choose one of {', '.join(METHODS)}")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be 0 or more")
+        if self.num_starts < 1:
+            raise ValueError(f"num_starts is {self.num_starts}; it must be 1 or more")
+        if self.time_limit_s is not None and not self.time_limit_s >= 0:
+            raise ValueError(f"time_limit_s is {self.time_limit_s}; it must be 0 or more seconds, or None for no limit")
 
     def place(self, trace: RoutingTrace) -> ExpertLayout:
-        """The method's own placement, with the trace's layer ids.
+        """The method's own placement, the one with least traffic, with the trace's layer ids.
 
         Raises:
             ValueError: fewer experts per layer than ranks.
         """
-        rank_capacities(trace.num_experts, self.topology.num_ranks)  # fails before the co-activation is counted
-        return ExpertLayout(METHODS[self.method](trace, self.topology, self.seed), self.topology, trace.layer_ids)
+        rank_capacities(trace.num_experts, self.topology.num_ranks)  # fails before anything is counted
+        return ExpertLayout(METHODS[self.method](trace, self), self.topology, trace.layer_ids)
 
     def spectrum(self, trace: RoutingTrace, num_placements: int = 8) -> PlacementSpectrum:
-        """``place(trace)`` and ``num_placements - 1`` ever more balanced adjustments of it; see ``adjusted_spectrum``.
+        """Layouts from least traffic to best balance.
+
+        "connectivity" searches for them (``cap_hf.placement.tradeoff``): on ``trace``, every layout has more traffic and
+        better balance than the one before. The other methods adjust ``place(trace)`` by swaps (``adjusted_spectrum``).
 
         Raises:
             ValueError: fewer experts per layer than ranks, or fewer than 1 placement.
         """
-        return adjusted_spectrum(self.place(trace), trace, num_placements)
+        if num_placements < 1:
+            raise ValueError(f"num_placements is {num_placements}; it must be 1 or more: 1 gives the one with least traffic alone")
+        if self.method != "connectivity":
+            return adjusted_spectrum(self.place(trace), trace, num_placements)
+        from cap_hf.placement.tradeoff import tradeoff  # compiled code, loaded by those who use it
+
+        rank_capacities(trace.num_experts, self.topology.num_ranks)
+        problems, placed, search = _search_layers(trace, self, PLACING_SHARE)
+        layers = tradeoff(problems, placed, num_placements, search)
+        return PlacementSpectrum([ExpertLayout(ranks, self.topology, trace.layer_ids) for ranks in layers])
 
     def fit(
         self,
@@ -122,3 +137,49 @@ def _texts(dataset: Iterable[Any], text_column: str) -> Iterable[str]:
             raise ValueError(
                 f"row {number} has columns {', '.join(row)}, not text_column={text_column!r}; name the column that holds the text"
             )
+
+
+CHOOSING_SHARE, PLACING_SHARE = 0.2, 0.4  # of a time limit: until regularisation is chosen, until a spectrum's first layout stands
+
+
+def _search_layers(trace: RoutingTrace, placer: Placer, share: float = 1.0) -> tuple[list[LayerProblem], np.ndarray, Search]:
+    """The layers as problems, their placements (L, E) found in ``share`` of the time, and the search with all of it."""
+    from cap_hf.placement.connectivity import Search, choose_attraction, connectivity_layers, problems_of
+
+    begin, limit = time.monotonic(), math.inf if placer.time_limit_s is None else placer.time_limit_s
+
+    def search(part: float) -> Search:
+        return Search(placer.seed, placer.num_starts, begin + part * limit, placer.progress)
+
+    problems = problems_of(trace, placer.topology, choose_attraction(trace, placer.topology, search(CHOOSING_SHARE)))
+    return problems, connectivity_layers(problems, search(share)), search(1.0)
+
+
+def _connectivity(trace: RoutingTrace, placer: Placer) -> np.ndarray:
+    return _search_layers(trace, placer)[1]
+
+
+def _greedy(trace: RoutingTrace, placer: Placer) -> np.ndarray:
+    return greedy_layers(jaccard(trace), placer.topology, placer.seed)
+
+
+def _eplb(trace: RoutingTrace, placer: Placer) -> np.ndarray:
+    return eplb(trace.expert_loads(), placer.topology)
+
+
+def _sequential(trace: RoutingTrace, placer: Placer) -> np.ndarray:
+    return sequential(trace.num_layers, trace.num_experts, placer.topology.num_ranks)
+
+
+def _random(trace: RoutingTrace, placer: Placer) -> np.ndarray:
+    return random(trace.num_layers, trace.num_experts, placer.topology.num_ranks, placer.seed)
+
+
+METHODS: dict[str, Callable[[RoutingTrace, Placer], np.ndarray]] = {
+    "connectivity": _connectivity,
+    "greedy": _greedy,
+    "eplb": _eplb,
+    "sequential": _sequential,
+    "random": _random,
+}
+"""Method name -> function ``(trace, placer) -> expert_to_rank (L, E)``."""

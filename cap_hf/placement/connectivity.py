@@ -1,0 +1,218 @@
+"""Placement by the exact traffic: a search over swaps of experts, every layer alone.
+
+What is minimised is what dispatch sends: the ranks that a token visits, and ``inter_node_cost`` for each node that it visits
+where there are several. (Pairwise co-activation, which the greedy follows, charges a token once per pair.) To it come
+
+- an *attraction*: pairs of experts earn a little for sharing a rank, in proportion to the cosine of their token sets. It
+  carries what a short trace cannot say: where the counted tokens leave swaps equal, the pairs' tendency decides. Its weight,
+  what all pairs together would earn in visits per token, is the one that serves held-out requests best (``choose_attraction``).
+- a *load penalty*: ``load_weight * T * sum over ranks of max(0, load / mean - 1)^2``, averaged over four equal stretches of the
+  trace, so that ranks are balanced throughout it and not by chance in the sum. For the placement with least traffic it is so
+  light that it only decides between equals.
+
+The search anneals from the greedy placement and from random ones: while it is hot on every so-manieth token, then on all of
+them; steepest descent ends it. It never returns what costs more than its start.
+
+Letters: ``L`` layers, ``E`` experts per layer, ``K`` experts per token, ``T`` tokens, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from cap_hf.layout import ExpertLayout
+from cap_hf.metrics import jaccard_of_counts, visits_per_token
+from cap_hf.placement._swaps import State, anneal, count_pairs, count_visits, descend, state_of, total_cost
+from cap_hf.placement.greedy import greedy_layer
+from cap_hf.topology import Topology
+from cap_hf.trace import RoutingTrace
+
+__all__ = ["LayerProblem", "Search", "choose_attraction", "connectivity_layers", "over_layers", "problems_of", "refine"]
+
+UNIT = 1024  # what a rank visit costs, an integer so that sums are exact
+HOT, WARM, COLD = 6e-3, 1.5e-3, 4e-4  # temperatures in visits per token: start, when all tokens come in, end
+PROPOSALS, FEWEST_PROPOSALS = 10, 20_000  # of an annealing: over the square of the number of experts, and for small ones
+TIE_WEIGHT = 1e-3  # load weight of the communication-oriented placement: balance decides between equals, and costs no visits
+STRETCHES = 4  # of the trace, each with loads of its own
+COARSE_TOKENS = 1500  # about how many tokens are looked at while it is hot
+ATTRACTIONS = (1.0, 0.0, 3.0)  # weights that are tried on held-out requests; the first wins unless another is surely better
+FOLDS, FOLD_LAYERS, FOLD_PROPOSALS = 3, 8, 6  # of the cross-validation
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Search:
+    """How hard to search.
+
+    ``num_starts``: annealings per layer, the first from the greedy placement, the others from random ones. ``deadline``: the
+    ``time.monotonic()``, in seconds, after which none begins; without one, equal arguments give equal placements everywhere.
+    """
+
+    seed: int = 0
+    num_starts: int = 2
+    deadline: float = math.inf
+    progress: bool = False
+
+    def in_time(self) -> bool:
+        """Whether another annealing may start."""
+        return time.monotonic() < self.deadline
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    """One layer to place: ids (T, K), tokens with both experts of a pair (E, E), and the weight of the attraction."""
+
+    index: int
+    ids: np.ndarray
+    pair_counts: np.ndarray
+    topology: Topology
+    attraction: float
+
+    def state(self, expert_to_rank: np.ndarray, load_weight: float = 0.0, stride: int = 1) -> State:
+        """What the search works on, for every ``stride``-th token; costs are in 1 / ``UNIT`` visits, summed over tokens."""
+        ids = self.ids[::stride].copy()
+        scale, cosine = UNIT * len(ids), cosine_of_counts(self.pair_counts)
+        attraction = np.rint(cosine * (2 * self.attraction * scale / max(cosine.sum(), 1e-9))).astype(np.int64)
+        topology = self.topology
+        units = (UNIT, round(topology.inter_node_cost * UNIT) if topology.num_nodes > 1 else 0)
+        ranks, nodes = expert_to_rank.copy(), topology.rank_to_node[expert_to_rank]  # not read-only: that would be compiled apart
+        num_places = (topology.num_ranks, topology.num_nodes)
+        return state_of(ids, ranks, nodes, num_places, units, attraction, load_weight * scale, STRETCHES)
+
+    def cost(self, expert_to_rank: np.ndarray, load_weight: float = 0.0) -> float:
+        """What the search minimises, per token: visits, minus the pairs' earnings, plus the load penalty."""
+        return float(total_cost(self.state(expert_to_rank, load_weight))) / (UNIT * len(self.ids))
+
+    def visits(self, expert_to_rank: np.ndarray) -> float:
+        """Mean visits per token of a placement, (E,); see ``cap_hf.metrics.visits_per_token``."""
+        topology = self.topology
+        visits = float(count_visits(self.ids, expert_to_rank.copy(), topology.num_ranks))
+        if topology.num_nodes > 1:
+            nodes = topology.rank_to_node[expert_to_rank]
+            visits += topology.inter_node_cost * float(count_visits(self.ids, nodes, topology.num_nodes))
+        return visits / len(self.ids)
+
+    def imbalance(self, expert_to_rank: np.ndarray) -> float:
+        """Load of the busiest rank over the mean, 1 without any load."""
+        loads = np.bincount(expert_to_rank, weights=np.diag(self.pair_counts), minlength=self.topology.num_ranks)
+        return float(loads.max() / loads.mean()) if loads.any() else 1.0
+
+    def greedy(self, seed: int) -> np.ndarray:
+        """The paper's placement of this layer, (E,)."""
+        return greedy_layer(jaccard_of_counts(self.pair_counts), self.topology, np.random.default_rng([seed, self.index]))
+
+
+def cosine_of_counts(pair_counts: np.ndarray) -> np.ndarray:
+    """Tokens with both experts over the root of the product of their loads, zero diagonal, (E, E)."""
+    loads = np.diag(pair_counts)
+    cosine = pair_counts / np.sqrt(np.maximum(np.outer(loads, loads), 1))
+    np.fill_diagonal(cosine, 0.0)
+    return cosine
+
+
+def problems_of(trace: RoutingTrace, topology: Topology, attraction: float, layers: Iterable[int] | None = None) -> list[LayerProblem]:
+    """The layers of a trace (or some of them) as problems."""
+
+    def problem(layer: int) -> LayerProblem:
+        ids = trace.expert_ids[layer].copy()
+        return LayerProblem(layer, ids, count_pairs(ids, trace.num_experts), topology, attraction)
+
+    return over_layers(problem, range(trace.num_layers) if layers is None else layers)
+
+
+def over_layers(function: Callable[[Item], Result], items: Iterable[Item], progress: str | None = None) -> list[Result]:
+    """``[function(item) for item in items]`` on as many threads as there are cores: compiled code runs without the lock."""
+    items = list(items)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        return list(tqdm(threads.map(function, items), desc=progress, total=len(items), disable=progress is None, leave=False))
+
+
+def refine(problem: LayerProblem, start: np.ndarray, seed: int, load_weight: float = 0.0, proposals: float = PROPOSALS) -> np.ndarray:
+    """Anneal one layer from ``start`` (E,), then descend: a placement (E,) that costs no more, each rank as full as before.
+
+    Args:
+        problem: the layer.
+        start: rank of each expert.
+        seed: of the random proposals.
+        load_weight: of the load penalty.
+        proposals: swaps to propose, over E squared; small layers get ``FEWEST_PROPOSALS``.
+    """
+    num_tokens, num_proposals = len(problem.ids), int(max(proposals * len(start) ** 2, FEWEST_PROPOSALS) / 2)
+    stride = max(1, num_tokens // COARSE_TOKENS)
+    scale = UNIT * len(problem.ids[::stride])
+    state = problem.state(start, load_weight, stride)
+    anneal(state, num_proposals, HOT * scale, WARM * scale, seed)
+    state, scale = problem.state(state.ranks.place, load_weight), UNIT * num_tokens
+    anneal(state, num_proposals, WARM * scale, COLD * scale, seed + 1)
+    descend(state, 0.5)  # half a unit: less is rounding of the penalty
+    found: np.ndarray = state.ranks.place
+    return found if problem.cost(found, load_weight) < problem.cost(start, load_weight) else start
+
+
+def choose_attraction(trace: RoutingTrace, topology: Topology, search: Search) -> float:
+    """The weight of ``ATTRACTIONS`` whose placements make held-out requests visit least, by cross-validation.
+
+    Requests (or, where there are fewer of them than folds, equal stretches of tokens) take turns at being held out; some
+    layers, evenly spread, speak for all. The first weight is kept where the best one's advantage, paired by fold and layer,
+    is within its standard error, where time runs out, and where there are too few tokens to hold any out.
+    """
+    if trace.num_tokens < 2 * FOLDS:
+        return ATTRACTIONS[0]
+    layers = np.unique(np.linspace(0, trace.num_layers - 1, FOLD_LAYERS).astype(int))
+    start = ExpertLayout.sequential(1, trace.num_experts, topology).expert_to_rank[0]  # knows nothing of the held-out tokens
+    fold_of_token = _folds(trace)
+    visits = np.zeros((len(ATTRACTIONS), FOLDS, len(layers)))
+    for fold in range(FOLDS):
+        held_out = fold_of_token == fold
+        learned, scored = RoutingTrace(trace.expert_ids[:, ~held_out], trace.num_experts), trace.expert_ids[layers][:, held_out]
+        for choice, weight in enumerate(ATTRACTIONS):
+            if not search.in_time():
+                return ATTRACTIONS[0]
+            tried = problems_of(learned, topology, weight, layers)
+            found = over_layers(lambda problem: refine(problem, start, search.seed + problem.index, TIE_WEIGHT, FOLD_PROPOSALS), tried)
+            visits[choice, fold] = visits_per_token(scored, np.stack(found), topology)
+    best = int(visits.mean(axis=(1, 2)).argmin())
+    advantage = (visits[0] - visits[best]).ravel()
+    sure = advantage.mean() > advantage.std() / math.sqrt(advantage.size)
+    return ATTRACTIONS[best if sure else 0]
+
+
+def _folds(trace: RoutingTrace) -> np.ndarray:
+    """Fold of each token, (T,): of its request, dealt out in turn, else of its stretch of the trace."""
+    if trace.num_requests >= FOLDS:
+        return trace.token_to_request % FOLDS
+    return np.arange(trace.num_tokens) * FOLDS // trace.num_tokens
+
+
+def connectivity_layers(problems: list[LayerProblem], search: Search) -> np.ndarray:
+    """Rank of each expert, (L, E), by annealing every layer ``search.num_starts`` times and keeping its cheapest.
+
+    All layers get their first annealing before any gets its second, so that a deadline leaves them equally good; without
+    time for one, a layer keeps its greedy placement.
+    """
+    best = over_layers(lambda problem: problem.greedy(search.seed), problems)
+
+    def better(job: tuple[LayerProblem, np.ndarray, int]) -> np.ndarray:
+        problem, known, turn = job
+        if not search.in_time():
+            return known
+        rng = np.random.default_rng([search.seed, problem.index, turn])
+        start = known if turn == 0 else rng.permutation(known)
+        found = refine(problem, start, int(rng.integers(2**31)), TIE_WEIGHT)
+        return found if problem.cost(found, TIE_WEIGHT) < problem.cost(known, TIE_WEIGHT) else known
+
+    for turn in range(search.num_starts):
+        jobs = [(problem, known, turn) for problem, known in zip(problems, best, strict=True)]
+        best = over_layers(better, jobs, f"placing, start {turn + 1} of {search.num_starts}" if search.progress else None)
+    return np.stack(best)
