@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cap_hf.config import CAPConfig
 from cap_hf.layout import ExpertLayout
 from cap_hf.placement import PlacementSpectrum, Placer
+from cap_hf.replicated import ReplicatedLayout
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace
 
@@ -25,6 +26,7 @@ __all__ = [
     "ExpertLayout",
     "PlacementSpectrum",
     "Placer",
+    "ReplicatedLayout",
     "RoutingRecorder",
     "RoutingTrace",
     "Topology",

@@ -18,6 +18,7 @@ from cap_hf.config import CAPConfig
 from cap_hf.layout import ExpertLayout
 from cap_hf.placement import PlacementSpectrum, Placer
 from cap_hf.placement.placer import METHODS
+from cap_hf.replicated import ReplicatedLayout
 from cap_hf.report import markdown_table
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace
@@ -29,7 +30,7 @@ def _topology(args: argparse.Namespace) -> Topology:
     return Topology(args.num_ranks, args.ranks_per_node or 0, args.inter_node_cost)
 
 
-def _metrics(layout: ExpertLayout, trace: RoutingTrace) -> dict[str, float]:
+def _metrics(layout: ExpertLayout | ReplicatedLayout, trace: RoutingTrace) -> dict[str, float]:
     measured = layout.metrics(trace)
     names = ("devices_per_token", "nodes_per_token", "load_imbalance", "communication_cost")
     return {name: round(getattr(measured, name), 4) for name in names}
@@ -82,35 +83,56 @@ def _read_texts(path: str) -> list[str]:
         raise ValueError(f"text file {path} cannot be read as UTF-8 ({error}); give another file") from error
 
 
+def _placer(args: argparse.Namespace) -> Placer:
+    return Placer(_topology(args), args.method, args.seed, args.num_starts, args.time_limit, progress=not args.json)
+
+
 def _place(args: argparse.Namespace) -> None:
-    trace, topology = RoutingTrace.load(args.trace), _topology(args)
-    layout = Placer(topology, method=args.method, seed=args.seed).place(trace)
-    layout.save(args.output)
-    default = ExpertLayout.sequential(trace.num_layers, trace.num_experts, topology, trace.layer_ids)
-    rows = [{"layout": name, **_metrics(each, trace)} for name, each in (("Default (id order)", default), (args.method, layout))]
-    _show(args, {"layout": layout.fingerprint, **_metrics(layout, trace), "written": args.output}, rows)
+    trace, placer = RoutingTrace.load(args.trace), _placer(args)
+    if args.redundant_slots < 0:
+        raise ValueError(f"--redundant-slots is {args.redundant_slots}; it must be 0 or more")
+    placed = placer.place(trace)
+    layouts: dict[str, ExpertLayout | ReplicatedLayout] = {
+        "Default (id order)": ExpertLayout.sequential(trace.num_layers, trace.num_experts, placer.topology, trace.layer_ids),
+        args.method: placed,
+    }
+    result: ExpertLayout | ReplicatedLayout = placed
+    if args.redundant_slots:
+        from cap_hf.placement.replicas import add_replicas  # compiled code, loaded by those who use it
+
+        result = layouts[f"{args.method}, {args.redundant_slots} redundant slots per rank"] = add_replicas(
+            trace, placed, args.redundant_slots
+        )
+    result.save(args.output)
+    rows = [{"layout": name, **_metrics(each, trace)} for name, each in layouts.items()]
+    _show(args, {"layout": result.fingerprint, **_metrics(result, trace), "written": args.output}, rows)
 
 
 def _spectrum(args: argparse.Namespace) -> None:
     trace = RoutingTrace.load(args.trace)
-    spectrum = Placer(_topology(args), method=args.method, seed=args.seed).spectrum(trace, args.num_placements)
+    spectrum = _placer(args).spectrum(trace, args.num_placements)
     spectrum.save(args.output)
     rows = [{"placement": index, **_metrics(layout, trace)} for index, layout in enumerate(spectrum)]
     _show(args, {"placements": rows, "written": args.output}, rows)
 
 
-def _facts(value: RoutingTrace | ExpertLayout) -> dict[str, Any]:
+def _facts(value: RoutingTrace | ExpertLayout | ReplicatedLayout) -> dict[str, Any]:
     if isinstance(value, RoutingTrace):
         pruned = float((value.expert_ids < 0).mean())
         facts = {"layers": value.num_layers, "experts": value.num_experts, "tokens": value.num_tokens, "top k": value.top_k}
         return {**facts, "requests": value.num_requests, "slots pruned": f"{pruned:.1%}"}
-    counts = value.experts_per_rank()
+    counts = value.hosts.sum(axis=1) if isinstance(value, ReplicatedLayout) else value.experts_per_rank()
     facts = {"layers": value.num_layers, "experts": value.num_experts, "ranks": value.num_ranks, "nodes": value.topology.num_nodes}
     return {**facts, "experts per rank": f"{counts.min()}-{counts.max()}", "fingerprint": value.fingerprint}
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    readers: dict[str, Callable[[str], Any]] = {"trace": RoutingTrace.load, "layout": ExpertLayout.load, "spectrum": PlacementSpectrum.load}
+    readers: dict[str, Callable[[str], Any]] = {
+        "trace": RoutingTrace.load,
+        "layout": ExpertLayout.load,
+        "replicated_layout": ReplicatedLayout.load,
+        "spectrum": PlacementSpectrum.load,
+    }
     kind = format_of(args.file)
     if kind not in readers:
         raise ValueError(f"{args.file} holds format {kind!r}; give one of: {', '.join(readers)}")
@@ -118,7 +140,7 @@ def _inspect(args: argparse.Namespace) -> None:
     trace = RoutingTrace.load(args.trace) if args.trace else None
     rows = []
     for each in content if isinstance(content, PlacementSpectrum) else [content]:
-        measured = _metrics(each, trace) if trace is not None and isinstance(each, ExpertLayout) else {}
+        measured = _metrics(each, trace) if trace is not None and not isinstance(each, RoutingTrace) else {}
         rows.append({**_facts(each), **measured})
     _show(args, {"kind": kind, "content": rows}, rows)
 
@@ -132,7 +154,9 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 def _add_search(parser: argparse.ArgumentParser, output: str) -> None:
     parser.add_argument("trace", help="trace file")
     _add_machine(parser)
-    parser.add_argument("--method", default="greedy", choices=METHODS, help="placement method (default: greedy)")
+    parser.add_argument("--method", default="connectivity", choices=METHODS, help="placement method (default: connectivity)")
+    parser.add_argument("--num-starts", type=int, default=2, help="annealings per layer, the best counts (connectivity; default: 2)")
+    parser.add_argument("--time-limit", type=float, help="seconds after which the best so far is taken (connectivity; default: none)")
     parser.add_argument("--seed", type=int, default=0, help="seed of random choices (default: 0)")
     parser.add_argument("--output", default=output, help=f"file to write (default: {output})")
 
@@ -162,7 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("--threshold", type=float, default=0.0, help="p of the rule (default: 0)")
     trace.add_argument("--output", default="trace.safetensors", help="file to write (default: trace.safetensors)")
     _add_machine(trace)
-    _add_search(add("place", _place, "one layout from a trace", "cap-hf place trace.safetensors --num-ranks 8"), "layout.json")
+    place = add("place", _place, "one layout from a trace", "cap-hf place trace.safetensors --num-ranks 8")
+    _add_search(place, "layout.json")
+    place.add_argument("--redundant-slots", type=int, default=0, help="copies of experts that each rank may hold besides (default: 0)")
     spectrum = add(
         "spectrum",
         _spectrum,
@@ -174,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add(
         "inspect", _inspect, "what a trace, layout or spectrum file holds", "cap-hf inspect layout.json --trace trace.safetensors"
     )
-    inspect.add_argument("file", help="file that cap-hf wrote")
+    inspect.add_argument("file", help="trace, layout, replicated layout or spectrum")
     inspect.add_argument("--trace", help="trace to measure layouts on")
     return parser
 

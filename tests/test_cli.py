@@ -12,6 +12,7 @@ import pytest
 from cap_hf import ExpertLayout, PlacementSpectrum, RoutingTrace, Topology
 from cap_hf.cli import _parser, main
 from cap_hf.models import embedded_model
+from cap_hf.replicated import ReplicatedLayout
 
 
 @pytest.fixture
@@ -52,6 +53,29 @@ def test_spectrum_and_inspect(trace_file: Path, tmp_path: Path, capsys: pytest.C
     assert facts["tokens"] == 200 and facts["requests"] == 2 and facts["slots pruned"] == "0.0%"
 
 
+def test_place_with_copies(trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four ranks of two experts: a token of three needs two ranks, or one that holds copies of all four of its block."""
+    out = str(tmp_path / "layout.json")
+    plain = run_json(capsys, "place", str(trace_file), "--num-ranks", "4", "--output", out)
+    copied = run_json(capsys, "place", str(trace_file), "--num-ranks", "4", "--redundant-slots", "2", "--output", out)
+    assert (plain["devices_per_token"], copied["devices_per_token"]) == (2.0, 1.0)
+    layout = ReplicatedLayout.load(out)
+    assert layout.fingerprint == copied["layout"]
+    inspected = run_json(capsys, "inspect", out, "--trace", str(trace_file))
+    assert inspected["kind"] == "replicated_layout" and inspected["content"][0]["experts per rank"] == "3-4"
+    assert inspected["content"][0]["devices_per_token"] == 1.0
+
+
+def test_search_options_reach_the_placer(trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "layout.json")
+    common = [str(trace_file), "--num-ranks", "4", "--output", out]
+    fingerprints = {
+        method: run_json(capsys, "place", *common, "--method", method)["layout"] for method in ("greedy", "eplb", "sequential", "random")
+    }
+    assert len(set(fingerprints.values())) == 4
+    assert run_json(capsys, "place", *common, "--time-limit", "0")["layout"] == fingerprints["greedy"]
+
+
 def test_trace_records_a_live_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "trace.safetensors"
     text.write_text("The river rises in the hills.\n\ndef add(a, b):\n    return a + b\n")
@@ -68,11 +92,14 @@ def test_trace_records_a_live_model(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         ("place {trace} --num-ranks 9", "8 experts"),
         ("place {trace} --num-ranks 0", "num_ranks is 0"),
+        ("place {trace} --num-ranks 2 --num-starts 0", "num_starts is 0"),
+        ("spectrum {trace} --num-ranks 2 --time-limit -3", "time_limit_s is -3.0"),
+        ("place {trace} --num-ranks 2 --redundant-slots -1", "--redundant-slots is -1; it must be 0 or more"),
         ("place {missing} --num-ranks 2", "cannot be read"),
         ("place {foreign} --num-ranks 2", "foreign"),
         ("place {layout} --num-ranks 2", "holds a layout, not a trace"),
         ("spectrum {trace} --num-ranks 2 --num-placements 0", "num_placements is 0"),
-        ("inspect {foreign}", "give one of: trace, layout, spectrum"),
+        ("inspect {foreign}", "give one of: trace, layout, replicated_layout, spectrum"),
         ("inspect {missing}", "is not an existing file"),
         ("trace --model {missing} --num-ranks 4 --corpus python --threshold 1.5 --pruning device", "prune_threshold is 1.5"),
         ("trace --model {model} --num-ranks 100 --corpus python", "64 experts per layer for 100 ranks"),

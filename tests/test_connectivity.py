@@ -17,7 +17,7 @@ import cap_hf.placement.connectivity as connectivity
 from cap_hf import Placer, RoutingTrace, Topology
 from cap_hf.layout import rank_capacities
 from cap_hf.metrics import jaccard, visits_per_token
-from cap_hf.placement._swaps import full_change, make_swap, total_cost
+from cap_hf.placement._swaps import full_change, make_swap
 from cap_hf.placement.connectivity import ATTRACTIONS, LayerProblem, Search, choose_attraction, problems_of, refine
 from cap_hf.placement.greedy import greedy_layers
 from cap_hf.placement.tradeoff import lower_hull, pick_along
@@ -88,7 +88,7 @@ def test_gains_equal_brute_force_after_any_swaps(seed: int, topology: Topology, 
     off_diagonal = ~np.eye(13, dtype=bool)
     assert np.array_equal(state.ranks.alone[off_diagonal], recounted.ranks.alone[off_diagonal])
     assert state.rank_loads == pytest.approx(recounted.rank_loads)
-    assert total_cost(state) / scale == pytest.approx(cost_by_definition(problem, state.ranks.place, load_weight), abs=80 / scale)
+    assert problem.cost(state.ranks.place, load_weight) == pytest.approx(cost_by_definition(problem, state.ranks.place, load_weight))
 
 
 @given(SEEDS, TOPOLOGIES, st.sampled_from([0.0, 2.0]), st.sampled_from([0.0, 1.0]), st.integers(1, 5000))
@@ -161,7 +161,7 @@ def test_planted_groups_are_found() -> None:
 
 
 def test_nodes_count_once_per_token_and_at_their_price() -> None:
-    trace = random_trace(5, 1, 400, 16, 4)
+    trace = random_trace(5, 8, 400, 16, 4)
     found = {c: Placer(Topology(4, 2, c)).place(trace) for c in (1.0, 50.0)}
     metrics = {c: layout.metrics(trace) for c, layout in found.items()}
     assert metrics[50.0].nodes_per_token < metrics[1.0].nodes_per_token
@@ -171,7 +171,7 @@ def test_nodes_count_once_per_token_and_at_their_price() -> None:
 
     assert paid(50.0, 50.0) < paid(1.0, 50.0)
     for c, layout in found.items():
-        assert visits_per_token(trace.expert_ids, layout.expert_to_rank, layout.topology)[0] == pytest.approx(paid(c, c))
+        assert visits_per_token(trace.expert_ids, layout.expert_to_rank, layout.topology).mean() == pytest.approx(paid(c, c))
 
 
 # --- the same everywhere ---------------------------------------------------------------------------------------------

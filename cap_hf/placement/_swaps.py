@@ -3,13 +3,15 @@
 A *place* is a rank or a node; one ``Visits`` per kind. The state keeps, for every swap, what the change of visits is made
 of, so that a proposal costs a handful of look-ups and only a swap that is made costs time in the tokens it touches:
 
-    enter[i, q]  visits added if expert i entered place q      tokens of i that do not visit q yet
+    enter[q, i]  visits added if expert i entered place q      tokens of i that do not visit q yet
     leave[i]     visits saved if i left its place              tokens of i that go there for i alone
     alone[i, j]  of these, the tokens that hold j too
 
-    change of a swap of i (on p) and j (on q) = enter[i, q] + enter[j, p] - leave[i] - leave[j] + alone[i, j] + alone[j, i]
+    change of a swap of i (on p) and j (on q) = enter[q, i] + enter[p, j] - leave[i] - leave[j] + alone[i, j] + alone[j, i]
 
 since a token with both visits what it did before. All are integers in units of 1 / ``unit`` visit: sums of any length stay exact.
+
+Inner functions take arrays, not the tuples that hold them: taking a tuple apart costs more than what they do.
 
 Letters: ``E`` experts, ``K`` experts per token, ``T`` tokens, ``P`` places, ``W`` stretches of tokens that loads are counted in.
 """
@@ -32,7 +34,6 @@ __all__ = [
     "full_change",
     "make_swap",
     "state_of",
-    "total_cost",
 ]
 
 compiled = njit(cache=True, nogil=True)
@@ -59,13 +60,13 @@ class Visits(NamedTuple):
     visited: np.ndarray
     """(T, P) uint8 experts that each token has on each place."""
     enter: np.ndarray
-    """(E, P) int64."""
+    """(P, E) int64."""
     leave: np.ndarray
     """(E,) int64."""
     alone: np.ndarray
     """(E, E) int64."""
     attraction: np.ndarray
-    """(E, E) int64, symmetric, zero diagonal: what a pair earns by sharing a place."""
+    """(E, E) int64, symmetric, zero diagonal: what a pair earns by sharing a place; (0, 0) for nothing."""
     unit: int
     """What a visit costs."""
 
@@ -132,128 +133,137 @@ def count_visits(ids: np.ndarray, place: np.ndarray, num_places: int) -> int:
 
 
 @compiled
-def visits_of(tokens: Tokens, place: np.ndarray, num_places: int, unit: int, attraction: np.ndarray) -> Visits:
+def visits_of(ids: np.ndarray, place: np.ndarray, num_places: int, unit: int, attraction: np.ndarray) -> Visits:
     """``Visits`` of a placement, ``place`` (E,)."""
-    ids = tokens.ids
     num_experts = len(place)
-    count = np.zeros((len(ids), num_places), np.uint8)
-    enter = np.zeros((num_experts, num_places), np.int64)
+    visited = np.zeros((len(ids), num_places), np.uint8)
+    enter = np.zeros((num_places, num_experts), np.int64)
     leave = np.zeros(num_experts, np.int64)
-    alone = attraction.copy()
+    alone = np.zeros((num_experts, num_experts), np.int64)
+    for other in range(len(attraction)):
+        for expert in range(num_experts):
+            enter[place[other], expert] -= attraction[other, expert]
+            alone[other, expert] = attraction[other, expert]
     for expert in range(num_experts):
-        for other in range(num_experts):
-            enter[expert, place[other]] -= attraction[expert, other]
-    for expert in range(num_experts):
-        leave[expert] = enter[expert, place[expert]]
+        leave[expert] = enter[place[expert], expert]
     for token in range(len(ids)):
         for expert in ids[token]:
             if expert >= 0:
-                count[token, place[expert]] += 1
+                visited[token, place[expert]] += 1
+        for other in range(num_places):
+            if visited[token, other] == 0:
+                add_to_members(enter, ids, token, other, unit)
         for expert in ids[token]:
-            if expert < 0:
-                continue
-            for other in range(num_places):
-                if count[token, other] == 0:
-                    enter[expert, other] += unit
-            if count[token, place[expert]] == 1:
-                leave[expert] += unit
-                for other in ids[token]:
-                    if other >= 0:
-                        alone[expert, other] += unit
-    return Visits(place, count, enter, leave, alone, attraction, unit)
+            if expert >= 0 and visited[token, place[expert]] == 1:
+                set_alone(alone, leave, ids, token, np.int64(expert), unit)
+    return Visits(place, visited, enter, leave, alone, attraction, unit)
 
 
 @compiled
-def swap_change(visits: Visits, i: int, j: int) -> int:
-    """What swapping experts i and j of different places adds to the cost."""
-    p, q = visits.place[i], visits.place[j]
-    return visits.enter[i, q] + visits.enter[j, p] - visits.leave[i] - visits.leave[j] + visits.alone[i, j] + visits.alone[j, i]
+def add_to_members(enter: np.ndarray, ids: np.ndarray, token: int, other: int, by: int) -> None:
+    """Entering place ``other`` costs ``by`` more for every expert of the token."""
+    for slot in range(ids.shape[1]):
+        if ids[token, slot] >= 0:
+            enter[other, ids[token, slot]] += by
 
 
 @compiled
-def set_alone(visits: Visits, row: np.ndarray, expert: int | np.int64, by: int) -> None:
-    """Expert is (by = unit) or is no longer (by = -unit) the only one of the token ``row`` on its place."""
-    visits.leave[expert] += by
-    for other in row:
-        if other >= 0:
-            visits.alone[expert, other] += by
+def set_alone(alone: np.ndarray, leave: np.ndarray, ids: np.ndarray, token: int, expert: int | np.int64, by: int | np.int64) -> None:
+    """Expert is (by = unit) or is no longer (by = -unit) the only one of the token on its place."""
+    leave[expert] += by
+    for slot in range(ids.shape[1]):
+        if ids[token, slot] >= 0:
+            alone[expert, ids[token, slot]] += by
 
 
 @compiled
-def move_token(visits: Visits, row: np.ndarray, count: np.ndarray, expert: int, p: int, q: int) -> None:
-    """Account for one token, ids ``row`` (K,), when its expert goes from place p to q."""
-    unit = visits.unit
-    here, there = count[p], count[q]
-    if here == 1:  # the token does not come to p any more
-        for member in row:
-            if member >= 0:
-                visits.enter[member, p] += unit
-        if there > 0:
-            set_alone(visits, row, expert, -unit)
-    elif here == 2:  # one is left on p
-        for member in row:
-            if member >= 0 and member != expert and visits.place[member] == p:
-                set_alone(visits, row, np.int64(member), unit)
-    if there == 0:
-        for member in row:
-            if member >= 0:
-                visits.enter[member, q] -= unit
-        if here > 1:
-            set_alone(visits, row, expert, unit)
-    elif there == 1:
-        for member in row:
-            if member >= 0 and visits.place[member] == q:
-                set_alone(visits, row, np.int64(member), -unit)
-    count[p] = here - 1
-    count[q] = there + 1
+def set_alone_on(
+    place: np.ndarray, alone: np.ndarray, leave: np.ndarray, ids: np.ndarray, token: int, where: int, besides: int, by: int
+) -> None:
+    """``set_alone`` for the token's experts on place ``where``, one of them left out."""
+    for slot in range(ids.shape[1]):
+        member = np.int64(ids[token, slot])
+        if member >= 0 and member != besides and place[member] == where:
+            set_alone(alone, leave, ids, token, member, by)
 
 
 @compiled
 def swap_experts(visits: Visits, tokens: Tokens, i: int, j: int) -> None:
     """Swap experts i and j of different places, in place."""
+    place, visited, enter, leave, alone, attraction, unit = visits
     ids, first, of_expert, touched = tokens
-    p, q = visits.place[i], visits.place[j]
-    mine, theirs = of_expert[first[i] : first[i + 1]], of_expert[first[j] : first[j + 1]]
-    for token in theirs:
-        touched[token] = 1
-    for token in mine:
-        if touched[token] == 0:
-            move_token(visits, ids[token], visits.visited[token], i, p, q)
-        else:  # holds both: counts stay, but each is now alone where the other was
-            touched[token] = 2
-            before = visits.visited[token, p] == 1
-            after = visits.visited[token, q] == 1
-            if before != after:
-                by = visits.unit if after else -visits.unit
-                set_alone(visits, ids[token], i, by)
-                set_alone(visits, ids[token], j, -by)
-    for token in theirs:
-        if touched[token] == 1:
-            move_token(visits, ids[token], visits.visited[token], j, q, p)
-        touched[token] = 0
-    swap_attraction(visits, i, j)
-    visits.place[i], visits.place[j] = q, p
+    for at in range(first[j], first[j + 1]):
+        touched[of_expert[at]] = 1
+    for at in range(first[i], first[i + 1]):
+        token = of_expert[at]
+        if touched[token]:  # holds both: visits stay, but each is now alone where the other was
+            touched[token] = 0
+            change = np.int64(visited[token, place[j]] == 1) - np.int64(visited[token, place[i]] == 1)
+            if change != 0:
+                set_alone(alone, leave, ids, token, i, change * unit)
+                set_alone(alone, leave, ids, token, j, -change * unit)
+        else:
+            move_token(place, visited, enter, leave, alone, unit, ids, token, i, place[j])
+    for at in range(first[j], first[j + 1]):
+        token = of_expert[at]
+        if touched[token]:
+            touched[token] = 0
+            move_token(place, visited, enter, leave, alone, unit, ids, token, j, place[i])
+    if len(attraction):
+        swap_attraction(place, enter, leave, attraction, i, j)
+    place[i], place[j] = place[j], place[i]
 
 
 @compiled
-def swap_attraction(visits: Visits, i: int, j: int) -> None:
+def move_token(
+    place: np.ndarray,
+    visited: np.ndarray,
+    enter: np.ndarray,
+    leave: np.ndarray,
+    alone: np.ndarray,
+    unit: int,
+    ids: np.ndarray,
+    token: int,
+    expert: int,
+    q: int,
+) -> None:
+    """Account for one token when its expert goes to place q."""
+    p = place[expert]
+    here, there = visited[token, p], visited[token, q]
+    if here == 1:  # the token does not come to p any more
+        add_to_members(enter, ids, token, p, unit)
+        if there > 0:
+            set_alone(alone, leave, ids, token, expert, -unit)
+    elif here == 2:  # one is left on p
+        set_alone_on(place, alone, leave, ids, token, p, expert, unit)
+    if there == 0:
+        add_to_members(enter, ids, token, q, -unit)
+        if here > 1:
+            set_alone(alone, leave, ids, token, expert, unit)
+    elif there == 1:
+        set_alone_on(place, alone, leave, ids, token, q, expert, -unit)
+    visited[token, p] = here - 1
+    visited[token, q] = there + 1
+
+
+@compiled
+def swap_attraction(place: np.ndarray, enter: np.ndarray, leave: np.ndarray, attraction: np.ndarray, i: int, j: int) -> None:
     """What the pairs add to ``enter`` and ``leave`` when i and j swap; their places still stand as they were."""
-    place, attraction = visits.place, visits.attraction
     p, q = place[i], place[j]
     for expert in range(len(place)):
-        gained = attraction[expert, i] - attraction[expert, j]  # place q gains i for j, place p the reverse
-        visits.enter[expert, q] -= gained
-        visits.enter[expert, p] += gained
+        gained = attraction[i, expert] - attraction[j, expert]  # place q gains i for j, place p the reverse
+        enter[q, expert] -= gained
+        enter[p, expert] += gained
         if expert in (i, j):
             continue
         if place[expert] == p:
-            visits.leave[expert] += gained
-            visits.leave[i] += attraction[i, expert]
-            visits.leave[j] -= attraction[j, expert]
+            leave[expert] += gained
+            leave[i] += attraction[i, expert]
+            leave[j] -= attraction[j, expert]
         elif place[expert] == q:
-            visits.leave[expert] -= gained
-            visits.leave[i] -= attraction[i, expert]
-            visits.leave[j] += attraction[j, expert]
+            leave[expert] -= gained
+            leave[i] -= attraction[i, expert]
+            leave[j] += attraction[j, expert]
 
 
 @compiled
@@ -270,8 +280,8 @@ def state_of(
     """``State`` of a placement for ids (T, K); ``num_places`` and ``units``, the costs of a visit, are of ranks and of nodes."""
     num_experts, num_ranks = len(expert_to_rank), num_places[0]
     tokens = index_tokens(ids, num_experts)
-    ranks = visits_of(tokens, expert_to_rank, num_ranks, units[0], attraction)
-    nodes = visits_of(tokens, expert_to_node, num_places[1], units[1], np.zeros_like(attraction))
+    ranks = visits_of(ids, expert_to_rank, num_ranks, units[0], attraction)
+    nodes = visits_of(ids, expert_to_node, num_places[1], units[1], np.zeros((0, 0), np.int64))
     loads, rank_loads = np.zeros((num_experts, num_stretches)), np.zeros((num_ranks, num_stretches))
     total = 0
     for token in range(len(ids)):
@@ -285,43 +295,68 @@ def state_of(
 
 
 @compiled
-def excess(state: State, load: float) -> float:
-    """Penalty of one rank's load: the square of its relative excess over the mean, weighted."""
-    over = load / state.mean_load - 1.0
-    return state.load_weight * over * over if over > 0.0 else 0.0
+def apart_change(place: np.ndarray, enter: np.ndarray, leave: np.ndarray, i: int, j: int) -> int:
+    """What swapping i and j would add to the cost if no token held both and they did not attract: never too much."""
+    return enter[place[j], i] + enter[place[i], j] - leave[i] - leave[j]
 
 
 @compiled
-def total_cost(state: State) -> float:
-    """Visits to ranks and to nodes, in units, less what attracted pairs earn, plus the penalty of the loads."""
-    cost = 0.0
-    for visits in (state.ranks, state.nodes):
-        cost += float(visits.unit * count_visits(state.tokens.ids, visits.place, visits.visited.shape[1]))
-    place, attraction = state.ranks.place, state.ranks.attraction
-    for expert in range(len(place)):
-        for other in range(expert):
-            if place[expert] == place[other]:
-                cost -= attraction[expert, other]
-    for rank in range(len(state.rank_loads)):
-        for load in state.rank_loads[rank]:
-            cost += excess(state, load)
-    return cost
+def excess(load: float, mean_load: float) -> float:
+    """The square of a load's relative excess over the mean."""
+    over = load / mean_load - 1.0
+    return over * over if over > 0.0 else 0.0
+
+
+@compiled
+def load_change(place: np.ndarray, loads: np.ndarray, rank_loads: np.ndarray, mean_load: float, i: int, j: int) -> float:
+    """What swapping i and j adds to the excess, summed over ranks and stretches."""
+    p, q = place[i], place[j]
+    change = 0.0
+    for stretch in range(loads.shape[1]):
+        here, there = rank_loads[p, stretch], rank_loads[q, stretch]
+        moved = loads[i, stretch] - loads[j, stretch]
+        change += excess(here - moved, mean_load) - excess(here, mean_load)
+        change += excess(there + moved, mean_load) - excess(there, mean_load)
+    return change
+
+
+@compiled
+def change_within(
+    place: np.ndarray,
+    enter: np.ndarray,
+    leave: np.ndarray,
+    alone: np.ndarray,
+    node: np.ndarray,
+    node_enter: np.ndarray,
+    node_leave: np.ndarray,
+    node_alone: np.ndarray,
+    penalty: tuple[np.ndarray, np.ndarray, float, float],
+    i: int,
+    j: int,
+    bound: float,
+) -> float:
+    """What swapping i and j of different ranks adds to the cost, or, where that is above ``bound``, any value above it."""
+    loads, rank_loads, mean_load, load_weight = penalty
+    other_node = node[i] != node[j]
+    change = float(apart_change(place, enter, leave, i, j))
+    if other_node:
+        change += apart_change(node, node_enter, node_leave, i, j)
+    if load_weight > 0.0:
+        change += load_weight * load_change(place, loads, rank_loads, mean_load, i, j)
+    if change <= bound:  # most are not, and these two are far away in memory
+        change += alone[i, j] + alone[j, i]
+        if other_node:
+            change += node_alone[i, j] + node_alone[j, i]
+    return change
 
 
 @compiled
 def full_change(state: State, i: int, j: int) -> float:
-    """What swapping i and j of different ranks adds to ``total_cost``."""
-    ranks, nodes = state.ranks, state.nodes
-    change = float(swap_change(ranks, i, j))
-    if nodes.place[i] != nodes.place[j]:
-        change += swap_change(nodes, i, j)
-    if state.load_weight > 0.0:
-        here, there = state.rank_loads[ranks.place[i]], state.rank_loads[ranks.place[j]]
-        for stretch in range(len(here)):
-            moved = state.loads[i, stretch] - state.loads[j, stretch]
-            change += excess(state, here[stretch] - moved) - excess(state, here[stretch])
-            change += excess(state, there[stretch] + moved) - excess(state, there[stretch])
-    return change
+    """What swapping i and j of different ranks adds to the cost."""
+    place, _, enter, leave, alone, _, _ = state.ranks
+    node, _, node_enter, node_leave, node_alone, _, _ = state.nodes
+    penalty = (state.loads, state.rank_loads, state.mean_load, state.load_weight)
+    return change_within(place, enter, leave, alone, node, node_enter, node_leave, node_alone, penalty, i, j, np.inf)
 
 
 @compiled
@@ -341,7 +376,9 @@ def make_swap(state: State, i: int, j: int) -> None:
 def anneal(state: State, num_proposals: int, hot: float, cold: float, seed: int) -> int:
     """Simulated annealing over random swaps, in place, from temperature ``hot`` to ``cold``; returns the swaps made."""
     np.random.seed(seed)
-    place = state.ranks.place
+    place, _, enter, leave, alone, _, _ = state.ranks
+    node, _, node_enter, node_leave, node_alone, _, _ = state.nodes
+    penalty = (state.loads, state.rank_loads, state.mean_load, state.load_weight)
     cooling = (cold / hot) ** (1.0 / max(1, num_proposals))
     temperature = hot
     made = 0
@@ -350,8 +387,8 @@ def anneal(state: State, num_proposals: int, hot: float, cold: float, seed: int)
         i, j = np.random.randint(len(place)), np.random.randint(len(place))
         if place[i] == place[j]:
             continue
-        change = full_change(state, i, j)
-        if change <= 0.0 or np.random.random() < np.exp(-change / temperature):
+        bound = -temperature * np.log(1.0 - np.random.random())  # met with probability exp(-change / temperature)
+        if change_within(place, enter, leave, alone, node, node_enter, node_leave, node_alone, penalty, i, j, bound) <= bound:
             make_swap(state, i, j)
             made += 1
     return made
@@ -359,19 +396,18 @@ def anneal(state: State, num_proposals: int, hot: float, cold: float, seed: int)
 
 @compiled
 def descend(state: State, slack: float) -> int:
-    """Make the best swap while one saves more than ``slack``, in place; returns the swaps made."""
-    place = state.ranks.place
-    none = len(place)
-    made = 0
-    while True:
-        best, first, second = -slack, none, none
+    """Make every swap that saves more than ``slack``, in place, until none is left; returns the swaps made."""
+    place, _, enter, leave, alone, _, _ = state.ranks
+    node, _, node_enter, node_leave, node_alone, _, _ = state.nodes
+    penalty = (state.loads, state.rank_loads, state.mean_load, state.load_weight)
+    made, last_made = 0, -1
+    while made != last_made:
+        last_made = made
         for i in range(len(place)):
             for j in range(i + 1, len(place)):
-                if place[i] != place[j]:
-                    change = full_change(state, i, j)
-                    if change < best:
-                        best, first, second = change, i, j
-        if first == none:
-            return made
-        make_swap(state, first, second)
-        made += 1
+                if place[i] == place[j]:
+                    continue
+                if change_within(place, enter, leave, alone, node, node_enter, node_leave, node_alone, penalty, i, j, -slack) < -slack:
+                    make_swap(state, i, j)
+                    made += 1
+    return made

@@ -18,12 +18,14 @@ Letters: ``L`` layers, ``E`` experts per layer, ``K`` experts per token, ``T`` t
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -31,7 +33,7 @@ from tqdm import tqdm
 
 from cap_hf.layout import ExpertLayout
 from cap_hf.metrics import jaccard_of_counts, visits_per_token
-from cap_hf.placement._swaps import State, anneal, count_pairs, count_visits, descend, state_of, total_cost
+from cap_hf.placement._swaps import State, anneal, count_pairs, count_visits, descend, state_of
 from cap_hf.placement.greedy import greedy_layer
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace
@@ -39,7 +41,7 @@ from cap_hf.trace import RoutingTrace
 __all__ = ["LayerProblem", "Search", "choose_attraction", "connectivity_layers", "over_layers", "problems_of", "refine"]
 
 UNIT = 1024  # what a rank visit costs, an integer so that sums are exact
-HOT, WARM, COLD = 6e-3, 1.5e-3, 4e-4  # temperatures in visits per token: start, when all tokens come in, end
+HOT, WARM, COLD = 0.1, 0.025, 0.0065  # temperatures, in visits per token of an average expert: start, all tokens come in, end
 PROPOSALS, FEWEST_PROPOSALS = 10, 20_000  # of an annealing: over the square of the number of experts, and for small ones
 TIE_WEIGHT = 1e-3  # load weight of the communication-oriented placement: balance decides between equals, and costs no visits
 STRETCHES = 4  # of the trace, each with loads of its own
@@ -82,17 +84,37 @@ class LayerProblem:
     def state(self, expert_to_rank: np.ndarray, load_weight: float = 0.0, stride: int = 1) -> State:
         """What the search works on, for every ``stride``-th token; costs are in 1 / ``UNIT`` visits, summed over tokens."""
         ids = self.ids[::stride].copy()
-        scale, cosine = UNIT * len(ids), cosine_of_counts(self.pair_counts)
-        attraction = np.rint(cosine * (2 * self.attraction * scale / max(cosine.sum(), 1e-9))).astype(np.int64)
+        scale = UNIT * len(ids)
+        attraction = np.rint(self.earned * (self.attraction * scale)).astype(np.int64)
         topology = self.topology
         units = (UNIT, round(topology.inter_node_cost * UNIT) if topology.num_nodes > 1 else 0)
         ranks, nodes = expert_to_rank.copy(), topology.rank_to_node[expert_to_rank]  # not read-only: that would be compiled apart
         num_places = (topology.num_ranks, topology.num_nodes)
         return state_of(ids, ranks, nodes, num_places, units, attraction, load_weight * scale, STRETCHES)
 
+    @cached_property
+    def earned(self) -> np.ndarray:
+        """What pairs earn by sharing a rank, at weight 1: the cosine of their token sets, summing to 1 over pairs, (E, E)."""
+        loads = np.diag(self.pair_counts)
+        cosine = self.pair_counts / np.sqrt(np.maximum(np.outer(loads, loads), 1))
+        np.fill_diagonal(cosine, 0.0)
+        return cosine * (2 / max(float(cosine.sum()), 1e-9))
+
+    @cached_property
+    def stretch_loads(self) -> np.ndarray:
+        """Tokens of each expert in each stretch of the trace, (STRETCHES, E)."""
+        bounds = -(-np.arange(STRETCHES + 1) * len(self.ids) // STRETCHES)  # rounded up, as the compiled search counts
+        parts = [self.ids[start:end] for start, end in itertools.pairwise(bounds)]
+        return np.stack([np.bincount(part[part >= 0], minlength=len(self.pair_counts)) for part in parts])
+
     def cost(self, expert_to_rank: np.ndarray, load_weight: float = 0.0) -> float:
         """What the search minimises, per token: visits, minus the pairs' earnings, plus the load penalty."""
-        return float(total_cost(self.state(expert_to_rank, load_weight))) / (UNIT * len(self.ids))
+        together = expert_to_rank[:, None] == expert_to_rank[None, :]
+        num_ranks = self.topology.num_ranks
+        rank_loads = np.stack([np.bincount(expert_to_rank, weights=loads, minlength=num_ranks) for loads in self.stretch_loads])
+        over = np.maximum(rank_loads / max(float(rank_loads.mean()), 1e-9) - 1, 0)
+        penalty = load_weight * float((over**2).sum()) / STRETCHES
+        return self.visits(expert_to_rank) - self.attraction * float(self.earned[together].sum()) / 2 + penalty
 
     def visits(self, expert_to_rank: np.ndarray) -> float:
         """Mean visits per token of a placement, (E,); see ``cap_hf.metrics.visits_per_token``."""
@@ -111,14 +133,6 @@ class LayerProblem:
     def greedy(self, seed: int) -> np.ndarray:
         """The paper's placement of this layer, (E,)."""
         return greedy_layer(jaccard_of_counts(self.pair_counts), self.topology, np.random.default_rng([seed, self.index]))
-
-
-def cosine_of_counts(pair_counts: np.ndarray) -> np.ndarray:
-    """Tokens with both experts over the root of the product of their loads, zero diagonal, (E, E)."""
-    loads = np.diag(pair_counts)
-    cosine = pair_counts / np.sqrt(np.maximum(np.outer(loads, loads), 1))
-    np.fill_diagonal(cosine, 0.0)
-    return cosine
 
 
 def problems_of(trace: RoutingTrace, topology: Topology, attraction: float, layers: Iterable[int] | None = None) -> list[LayerProblem]:
@@ -148,12 +162,13 @@ def refine(problem: LayerProblem, start: np.ndarray, seed: int, load_weight: flo
         load_weight: of the load penalty.
         proposals: swaps to propose, over E squared; small layers get ``FEWEST_PROPOSALS``.
     """
-    num_tokens, num_proposals = len(problem.ids), int(max(proposals * len(start) ** 2, FEWEST_PROPOSALS) / 2)
-    stride = max(1, num_tokens // COARSE_TOKENS)
-    scale = UNIT * len(problem.ids[::stride])
+    num_proposals = int(max(proposals * len(start) ** 2, FEWEST_PROPOSALS) / 2)
+    stride = max(1, len(problem.ids) // COARSE_TOKENS)
     state = problem.state(start, load_weight, stride)
+    scale = UNIT * max(float(state.loads.sum()), 1.0) / len(start)  # of what a swap can change
     anneal(state, num_proposals, HOT * scale, WARM * scale, seed)
-    state, scale = problem.state(state.ranks.place, load_weight), UNIT * num_tokens
+    state = problem.state(state.ranks.place, load_weight)
+    scale = UNIT * max(float(state.loads.sum()), 1.0) / len(start)
     anneal(state, num_proposals, WARM * scale, COLD * scale, seed + 1)
     descend(state, 0.5)  # half a unit: less is rounding of the penalty
     found: np.ndarray = state.ranks.place
