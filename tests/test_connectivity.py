@@ -18,7 +18,7 @@ from cap_hf import Placer, RoutingTrace, Topology
 from cap_hf.layout import rank_capacities
 from cap_hf.metrics import jaccard, visits_per_token
 from cap_hf.placement._swaps import full_change, make_swap
-from cap_hf.placement.connectivity import ATTRACTIONS, LayerProblem, Search, choose_attraction, problems_of, refine
+from cap_hf.placement.connectivity import REGULARISATIONS, LayerProblem, Regularisation, Search, choose_regularisation, problems_of, refine
 from cap_hf.placement.greedy import greedy_layers
 from cap_hf.placement.tradeoff import lower_hull, pick_along
 
@@ -37,7 +37,7 @@ def random_trace(seed: int, num_layers: int, num_tokens: int, num_experts: int, 
 
 
 def problem_of(trace: RoutingTrace, topology: Topology, attraction: float = 0.0) -> LayerProblem:
-    return problems_of(trace, topology, attraction)[0]
+    return problems_of(trace, topology, Regularisation(attraction, 0.0))[0]
 
 
 def shuffled(num_experts: int, num_ranks: int, seed: int) -> np.ndarray:
@@ -52,7 +52,7 @@ def cost_by_definition(problem: LayerProblem, expert_to_rank: np.ndarray, load_w
     cosine = problem.pair_counts / np.sqrt(np.maximum(np.outer(loads, loads), 1))
     np.fill_diagonal(cosine, 0)
     together = expert_to_rank[:, None] == expert_to_rank[None, :]
-    cost -= problem.attraction * (cosine * together).sum() / cosine.sum() if cosine.sum() else 0
+    cost -= problem.regularisation.attraction * (cosine * together).sum() / cosine.sum() if cosine.sum() else 0
     stretch = np.arange(num_tokens) * 4 // num_tokens
     ranks = np.append(expert_to_rank, -1)[ids]  # pruned slots are on no rank
     counts = np.array([[(ranks[stretch == s] == rank).sum() for s in range(4)] for rank in range(problem.topology.num_ranks)])
@@ -130,12 +130,12 @@ def partitions(num_experts: int, num_ranks: int) -> np.ndarray:
     [(10, Topology(2)), (9, Topology(3)), (8, Topology(4)), (7, Topology(3)), (8, Topology(4, 2, 3.0)), (8, Topology(4, 2, 1.0))],
 )
 def test_tiny_layers_reach_the_optimum(num_experts: int, topology: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connectivity, "ATTRACTIONS", (0.0,))
+    monkeypatch.setattr(connectivity, "REGULARISATIONS", (Regularisation(0.0, connectivity.TIE_WEIGHT),))
     trace = random_trace(num_experts, 6, 60, num_experts, 3)
     every = partitions(num_experts, topology.num_ranks)
     found = Placer(topology).place(trace)
     for layer in range(trace.num_layers):
-        problem = problems_of(trace, topology, 0.0)[layer]
+        problem = problems_of(trace, topology, Regularisation(0.0, 0.0))[layer]
         assert problem.visits(found.expert_to_rank[layer]) == pytest.approx(min(problem.visits(ranks) for ranks in every))
 
 
@@ -145,7 +145,7 @@ def test_it_sends_no_more_than_the_greedy(seed: int, topology: Topology) -> None
     trace = random_trace(seed, 2, 300, 24, 4)
     greedy = greedy_layers(jaccard(trace), topology)
     found = Placer(topology).place(trace)
-    # what the attraction and the tie weight may cost is far below what the search gains here
+    # what regularisation may cost is far below what the search gains here
     assert (
         visits_per_token(trace.expert_ids, found.expert_to_rank, topology) <= visits_per_token(trace.expert_ids, greedy, topology)
     ).all()
@@ -187,7 +187,7 @@ def test_equal_arguments_give_equal_layouts_on_any_number_of_threads(monkeypatch
 
 def test_layers_do_not_disturb_each_other() -> None:
     trace = random_trace(1, 3, 150, 16, 3)
-    problems = problems_of(trace, Topology(4), 1.0)
+    problems = problems_of(trace, Topology(4), REGULARISATIONS[0])
     together = connectivity.connectivity_layers(problems, Search())
     assert (together[2] == connectivity.connectivity_layers(problems[2:], Search())[0]).all()
 
@@ -215,9 +215,9 @@ def test_bars_are_shown_on_request_only(capsys: pytest.CaptureFixture[str]) -> N
 # --- regularisation --------------------------------------------------------------------------------------------------
 
 
-def test_attraction_is_the_one_that_serves_held_out_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in score says which weight is best: only a sure advantage moves away from the first."""
-    trace = RoutingTrace(random_trace(0, 2, 90, 12, 3).expert_ids, 12, request_lengths=[30] * 3)
+def test_regularisation_is_the_one_that_serves_held_out_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in score says which one is best: only a sure advantage moves away from the first."""
+    trace = RoutingTrace(random_trace(0, 2, 90, 12, 3).expert_ids, 12, request_lengths=[30, 20, 35, 5])
     calls: list[int] = []
 
     def scores(advantage: list[float]) -> None:
@@ -225,28 +225,41 @@ def test_attraction_is_the_one_that_serves_held_out_requests(monkeypatch: pytest
 
         def visits(ids: np.ndarray, ranks: np.ndarray, topology: Topology) -> np.ndarray:
             calls.append(ids.shape[1])
-            fold, choice = divmod(len(calls) - 1, len(ATTRACTIONS))
+            fold, choice = divmod(len(calls) - 1, len(REGULARISATIONS))
             return np.full(len(ids), 3.0) - (advantage[fold] if choice == 2 else 0.0)
 
         monkeypatch.setattr(connectivity, "visits_per_token", visits)
 
     scores([0.1, 0.1, 0.2])
-    assert choose_attraction(trace, Topology(3), Search()) == ATTRACTIONS[2]
-    assert calls == [30] * 9  # each request held out once, every weight tried
-    scores([0.9, -0.4, -0.4])
-    assert choose_attraction(trace, Topology(3), Search()) == ATTRACTIONS[0]
+    assert choose_regularisation(trace, Topology(3), Search()) == REGULARISATIONS[2]
+    assert calls == [35] * 3 + [20] * 3 + [35] * 3  # requests 0 and 3, 1, 2 held out in turn, each choice tried
+    scores([0.9, -0.2, -0.2])
+    assert choose_regularisation(trace, Topology(3), Search()) == REGULARISATIONS[0]
 
 
-@pytest.mark.parametrize(("lengths", "folds"), [([2, 3, 1, 4], [0, 0, 1, 1, 1, 2, 0, 0, 0, 0]), ([4, 6], [0, 0, 0, 0, 1, 1, 1, 2, 2, 2])])
-def test_folds_are_requests_else_stretches(lengths: list[int], folds: list[int]) -> None:
-    trace = RoutingTrace(np.zeros((1, 10, 1), dtype=int), 1, request_lengths=lengths)
-    assert connectivity._folds(trace).tolist() == folds
+def test_regularisation_is_tried_on_what_was_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request uses experts of its own, so that a token count tells which requests were learned."""
+    ids = np.repeat(np.arange(12).reshape(3, 4), [10, 20, 40], axis=0)[None]
+    learned: list[set[int]] = []
+    refined = connectivity._refine_for_fold
+
+    def spy(problem: LayerProblem, start: np.ndarray, seed: int) -> np.ndarray:
+        learned.append(set(problem.ids.ravel().tolist()))
+        return refined(problem, start, seed)
+
+    monkeypatch.setattr(connectivity, "_refine_for_fold", spy)
+    choose_regularisation(RoutingTrace(ids, 12, request_lengths=[10, 20, 40]), Topology(3), Search())
+    everything = set(range(12))
+    assert learned[::3] == [everything - set(range(4 * fold, 4 * fold + 4)) for fold in range(3)]
 
 
-def test_few_tokens_or_no_time_leave_the_first_attraction() -> None:
-    trace = random_trace(0, 2, 90, 12, 3)
-    assert choose_attraction(trace.select_tokens(slice(0, 5)), Topology(3), Search()) == ATTRACTIONS[0]
-    assert choose_attraction(trace, Topology(3), Search(deadline=0.0)) == ATTRACTIONS[0]
+@pytest.mark.parametrize("lengths", [[90], [40, 50], [0, 0, 90], [45, 0, 0, 45]])
+def test_without_requests_or_time_the_first_regularisation_stays(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = RoutingTrace(random_trace(0, 2, 90, 12, 3).expert_ids, 12, request_lengths=lengths)
+    monkeypatch.setattr(connectivity, "refine", lambda *arguments: pytest.fail("nothing can be held out"))
+    assert choose_regularisation(trace, Topology(3), Search()) == REGULARISATIONS[0]
+    three = RoutingTrace(trace.expert_ids, 12, request_lengths=[30] * 3)
+    assert choose_regularisation(three, Topology(3), Search(deadline=0.0)) == REGULARISATIONS[0]
 
 
 def test_attraction_decides_where_tokens_do_not() -> None:

@@ -144,14 +144,14 @@ CHOOSING_SHARE, PLACING_SHARE = 0.2, 0.4  # of a time limit: until regularisatio
 
 def _search_layers(trace: RoutingTrace, placer: Placer, share: float = 1.0) -> tuple[list[LayerProblem], np.ndarray, Search]:
     """The layers as problems, their placements (L, E) found in ``share`` of the time, and the search with all of it."""
-    from cap_hf.placement.connectivity import Search, choose_attraction, connectivity_layers, problems_of
+    from cap_hf.placement.connectivity import Search, choose_regularisation, connectivity_layers, problems_of
 
     begin, limit = time.monotonic(), math.inf if placer.time_limit_s is None else placer.time_limit_s
 
     def search(part: float) -> Search:
         return Search(placer.seed, placer.num_starts, begin + part * limit, placer.progress)
 
-    problems = problems_of(trace, placer.topology, choose_attraction(trace, placer.topology, search(CHOOSING_SHARE)))
+    problems = problems_of(trace, placer.topology, choose_regularisation(trace, placer.topology, search(CHOOSING_SHARE)))
     return problems, connectivity_layers(problems, search(share)), search(1.0)
 
 
