@@ -12,14 +12,18 @@ export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
+BENCHES := $(patsubst recipes/bench_%.py,%,$(sort $(wildcard recipes/bench_*.py)))
+
 # Named after the content of the files that say what to install, so that a new clone or a touched file installs nothing again.
-INSTALLED := $(VENV)/.installed-$(shell cat setup.cfg pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+CONTENT := $(shell cat setup.cfg pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+INSTALLED := $(VENV)/.installed-$(CONTENT)
+PEERS := $(VENV)/.installed-peers-$(CONTENT)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quality style test demo bench eval clean
+.PHONY: help setup quality style test demo bench eval clean $(BENCHES:%=bench-%)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## create .venv with the pinned packages (every target below does this by itself)
 
@@ -39,8 +43,13 @@ test: $(INSTALLED) ## run the tests; ARGS="-k dispatch" or ARGS=tests/test_x.py 
 demo: $(INSTALLED) ## place, prune and run an embedded model on four processes
 	CUDA_VISIBLE_DEVICES= DS_ACCELERATOR=cpu $(LAUNCH) --num_processes 4 recipes/demo.py $(ARGS)
 
-bench: $(INSTALLED) ## run every recipes/bench_*.py
-	@for recipe in $(sort $(wildcard recipes/bench_*.py)); do echo "== $$recipe"; $(BIN)/python $$recipe $(ARGS) || exit 1; done
+bench: $(BENCHES:%=bench-%) ## run every benchmark
+
+bench-placement: ## placements side by side with METIS, Mt-KaHyPar and EPLB on real routing (6 minutes)
+bench-recorder: ## what recording costs
+
+$(BENCHES:%=bench-%): bench-%: $(INSTALLED) $(PEERS)
+	$(BIN)/python recipes/bench_$*.py $(ARGS)
 
 eval: $(INSTALLED) ## perplexity of the embedded models against the pruning threshold
 	$(BIN)/python eval/perplexity.py $(ARGS)
@@ -55,4 +64,9 @@ $(INSTALLED):
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@[ -t 1 ] || quiet=--quiet; $(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	rm -f $(VENV)/.installed-*
+	touch $@
+
+# What only benchmarks compare with.
+$(PEERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	touch $@

@@ -10,6 +10,7 @@ greedy on both axes. METIS cuts co-activation counts, Mt-KaHyPar the hypergraph 
 
 from __future__ import annotations
 
+import importlib.util
 import resource
 import sys
 import time
@@ -19,9 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import mtkahypar
 import numpy as np
-import pymetis
 from transformers import HfArgumentParser
 
 from cap_hf import ExpertLayout, Placer, ReplicatedLayout, RoutingTrace, Topology
@@ -58,6 +57,8 @@ class BenchArguments:
 
 def metis_layer(trace: RoutingTrace, layer: int, num_ranks: int) -> np.ndarray:
     """METIS on co-activation counts, then the moves that cost least until every rank is exactly full."""
+    import pymetis
+
     counts = RoutingTrace(trace.expert_ids[layer : layer + 1], trace.num_experts).coactivation_counts()[0]
     weights = counts - np.diag(np.diag(counts))
     neighbours = [np.flatnonzero(row) for row in weights]
@@ -79,11 +80,15 @@ def metis_layer(trace: RoutingTrace, layer: int, num_ranks: int) -> np.ndarray:
 @cache
 def engine() -> Any:
     """Mt-KaHyPar on two threads; it can be initialised once per process."""
+    import mtkahypar
+
     return mtkahypar.initialize(2)
 
 
 def mtkahypar_layer(trace: RoutingTrace, layer: int, num_ranks: int) -> np.ndarray:
     """Mt-KaHyPar, preset quality, objective km1 (which is devices per token), no imbalance in the number of experts."""
+    import mtkahypar
+
     mtkahypar.set_seed(0)
     context = engine().context_from_preset(mtkahypar.PresetType.QUALITY)
     context.set_partitioning_parameters(num_ranks, 0.0, mtkahypar.Objective.KM1)
@@ -260,6 +265,8 @@ def main() -> None:
     folder = find_data_dir(args.data_dir)
     if folder is None or not (folder / "traces").is_dir():
         sys.exit(f"no folder traces/ in {folder or 'a data folder'}; name one that holds the routing traces: --data_dir DIR")
+    if missing := [name for name in ("mtkahypar", "pymetis") if importlib.util.find_spec(name) is None]:
+        sys.exit(f"not installed: {', '.join(missing)}; pip install 'cap_hf[bench]', or run make bench-placement")
     traces, output_dir = real_traces(folder / "traces"), Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()

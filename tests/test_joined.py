@@ -13,11 +13,11 @@ import pytest
 import torch
 from ranks import RanksFailed
 from test_parallel import gap, layout_named, load, own_ids, plain
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoTokenizer, DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from cap_hf import CAPConfig, CAPMoEModel, RoutingRecorder
-from cap_hf.models import EMBEDDED_MODELS
-from cap_hf.parallel.groups import init_expert_group
+from cap_hf import CAPConfig, CAPMoEModel, PlacementSpectrum, Placer, RoutingRecorder, Topology
+from cap_hf.models import EMBEDDED_MODELS, embedded_model
+from cap_hf.parallel.groups import RankError, init_expert_group
 from cap_hf.parallel.loading import experts_module
 from cap_hf.profiler import evaluate_held_out
 
@@ -223,6 +223,43 @@ def rank_exit_in_a_stage() -> str:
     return "no error"
 
 
+def rank_learns_from_the_first() -> list[Any]:
+    """Only rank 0 makes the value; where it fails, nobody waits."""
+    group = init_expert_group()
+    made: list[int] = []
+
+    def make() -> dict[str, Any]:
+        made.append(group.rank)
+        return {"rank": group.rank, "text": "é" * 5000, "none": None}
+
+    shared = group.from_first(make)
+    try:
+        group.from_first(lambda: 1 / 0)
+    except (ZeroDivisionError, RankError) as error:
+        return [made, shared == {"rank": 0, "text": "é" * 5000, "none": None}, type(error).__name__]
+    return ["no error"]
+
+
+def rank_fits_in_a_limited_time() -> tuple[list[str], bool]:
+    """A search that runs out of time ends differently on every rank, so that they must share the first one's."""
+    group = init_expert_group()
+    model = load(NAME, layout_named("permuted", NAME, group.size))
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model(NAME))
+    searched = []
+    spectrum_of = Placer.spectrum
+
+    def spectrum(self: Placer, *arguments: Any) -> PlacementSpectrum:
+        searched.append(group.rank)
+        return spectrum_of(self, *arguments)
+
+    Placer.spectrum = spectrum  # type: ignore[method-assign]
+    try:
+        found = Placer(Topology(group.size), time_limit_s=0.05).fit(["The river rises in the hills. " * 5], model, tokenizer, 40, 3)
+    finally:
+        Placer.spectrum = spectrum_of  # type: ignore[method-assign]
+    return [layout.fingerprint for layout in found], bool(searched)
+
+
 def rank_uneven_loops() -> list[float]:
     """Rank r runs r forwards, rank 0 none."""
     group = init_expert_group()
@@ -336,6 +373,16 @@ def test_an_exit_on_one_rank_ends_the_stage_on_all(rank_pool: Any) -> None:
     first, second = rank_pool(2).run(rank_exit_in_a_stage)
     assert first.startswith("RankError: rank 1 of 2 failed, this rank (0) stops with it. SystemExit: éé")
     assert second.startswith("SystemExit: éé")
+
+
+def test_what_the_first_rank_makes_is_on_every_rank(rank_pool: Any) -> None:
+    assert rank_pool(2).run(rank_learns_from_the_first) == [[[0], True, "ZeroDivisionError"], [[], True, "RankError"]]
+
+
+def test_fit_searches_on_one_rank_for_all(rank_pool: Any) -> None:
+    (first, searched), (second, searched_too) = rank_pool(2).run(rank_fits_in_a_limited_time)
+    assert len(first) == 3 and first == second
+    assert (searched, searched_too) == (True, False)
 
 
 @pytest.mark.parametrize("size", [2, 4])

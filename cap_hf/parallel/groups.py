@@ -5,6 +5,7 @@ Letters: ``R`` ranks. One process without a launcher is a group of one and needs
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,19 @@ class ExpertGroup:
         if len(set(values)) > 1:
             named = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(values[:8]))
             raise ValueError(f"{what} differs between ranks ({named}); give every rank the same")
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns on rank 0 (JSON-ready), on every rank; it runs there alone.
+
+        Raises:
+            RankError: on the others, where it fails on rank 0.
+        """
+        text = b""
+        with self.all_or_none():
+            if self.rank == 0:
+                text = json.dumps(make()).encode()
+        received = self.gather_rows(torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8))
+        return json.loads(received.numpy().tobytes())
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:

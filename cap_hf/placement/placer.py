@@ -108,7 +108,7 @@ class Placer:
 
         Args:
             dataset: a ``datasets.Dataset`` (streaming too) with ``text_column``, or plain strings.
-            model: the wrapped model; with several ranks every rank calls this alike and gets the same spectrum.
+            model: the wrapped model; with several ranks every rank calls this alike, the first one searches, and all get its spectrum.
             tokenizer: the model's.
             num_tokens: tokens to record.
             num_placements: layouts in the spectrum.
@@ -121,7 +121,7 @@ class Placer:
         from cap_hf.recorder import record_texts  # needs torch, which placement itself does not
 
         trace = record_texts(model, tokenizer, _texts(dataset, text_column), num_tokens, batch_size)
-        return self.spectrum(trace, num_placements)
+        return PlacementSpectrum.from_dict(model.group.from_first(lambda: self.spectrum(trace, num_placements).to_dict()))
 
 
 def _texts(dataset: Iterable[Any], text_column: str) -> Iterable[str]:

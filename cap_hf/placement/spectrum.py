@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,17 +63,26 @@ class PlacementSpectrum:
     def __iter__(self) -> Iterator[ExpertLayout]:
         return iter(self._layouts)
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready content."""
+        return {"layouts": [layout.to_dict() for layout in self]}
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any], source: str = "spectrum") -> PlacementSpectrum:
+        """Inverse of ``to_dict``; ValueError names ``source`` where the content is malformed."""
+        layouts = content.get("layouts")
+        if not isinstance(layouts, list):
+            raise ValueError(f"{source} holds layouts of type {type(layouts).__name__}, not a list; save the spectrum again")
+        return cls([ExpertLayout.from_dict(each, f"{source}, layout {index},") for index, each in enumerate(layouts)])
+
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        write_json(path, "spectrum", {"layouts": [layout.to_dict() for layout in self]})
+        write_json(path, "spectrum", self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> PlacementSpectrum:
         """Read what ``save`` wrote; ValueError for a foreign or truncated file."""
-        layouts = read_json(path, "spectrum").get("layouts")
-        if not isinstance(layouts, list):
-            raise ValueError(f"{path} holds layouts of type {type(layouts).__name__}, not a list; save the spectrum again")
-        return cls([ExpertLayout.from_dict(content, f"{path}, layout {index},") for index, content in enumerate(layouts)])
+        return cls.from_dict(read_json(path, "spectrum"), str(path))
 
     def __eq__(self, other: object) -> bool:
         return self._layouts == other._layouts if isinstance(other, PlacementSpectrum) else NotImplemented
