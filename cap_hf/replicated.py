@@ -121,7 +121,7 @@ class ReplicatedLayout:
         Raises:
             ValueError: a trace of another model, or malformed source ranks.
         """
-        from cap_hf.placement.replicas import route_tokens, source_ranks  # compiled code, loaded where it is needed
+        from cap_hf.placement.routing import route_tokens, source_ranks  # compiled code, loaded where it is needed
 
         if (trace.num_layers, trace.num_experts) != (self.num_layers, self.num_experts):
             raise ValueError(
