@@ -45,7 +45,7 @@ demo: $(INSTALLED) ## place, prune and run an embedded model on four processes
 
 bench: $(BENCHES:%=bench-%) ## run every benchmark
 
-bench-placement: ## placements side by side with METIS, Mt-KaHyPar and EPLB on real routing (6 minutes)
+bench-placement: ## placements side by side with METIS, Mt-KaHyPar and EPLB on real routing (5 minutes)
 bench-recorder: ## what recording costs
 
 $(BENCHES:%=bench-%): bench-%: $(INSTALLED) $(PEERS)

@@ -395,7 +395,7 @@ def halves(trace: RoutingTrace) -> tuple[RoutingTrace, RoutingTrace]:
 
 @pytest.mark.parametrize(
     ("task", "greedy", "devices", "balanced"),
-    [("summary", 3.656, 3.155, (3.371, 1.248)), ("intent", 3.458, 2.867, (3.125, 1.182))],
+    [("summary", 3.656, 3.161, (3.428, 1.192)), ("intent", 3.458, 2.865, (3.187, 1.112))],
 )
 def test_real_deepseek_on_held_out_tokens(data_dir: Path, task: str, greedy: float, devices: float, balanced: tuple[float, float]) -> None:
     learn, score = halves(real(data_dir, f"deepseek_v2_lite/esft_{task}", 64))
@@ -403,8 +403,8 @@ def test_real_deepseek_on_held_out_tokens(data_dir: Path, task: str, greedy: flo
     metrics = [layout.metrics(score) for layout in Placer(Topology(8)).spectrum(learn)]
     assert metrics[0].devices_per_token == pytest.approx(devices, abs=1e-3)
     assert metrics[0].devices_per_token < 0.88 * greedy
-    assert (metrics[4].devices_per_token, metrics[4].load_imbalance) == pytest.approx(balanced, abs=1e-3)
-    assert metrics[4].devices_per_token < 0.94 * greedy and metrics[4].load_imbalance <= 1.25
+    assert (metrics[5].devices_per_token, metrics[5].load_imbalance) == pytest.approx(balanced, abs=1e-3)
+    assert metrics[5].devices_per_token < 0.94 * greedy and metrics[5].load_imbalance <= 1.25
 
 
 def test_real_qwen3_on_other_text(data_dir: Path) -> None:
@@ -413,7 +413,7 @@ def test_real_qwen3_on_other_text(data_dir: Path) -> None:
         name: Placer(Topology(8), name).place(learn).metrics(score).devices_per_token for name in ("sequential", "greedy", "connectivity")
     }
     assert 5.33 < devices["sequential"] < 5.37  # the paper's Default
-    assert devices["connectivity"] == pytest.approx(3.487, abs=1e-3)
+    assert devices["connectivity"] == pytest.approx(3.390, abs=1e-3)
     assert devices["connectivity"] < 0.9 * devices["greedy"]
 
 
@@ -421,5 +421,5 @@ def test_real_nodes_keep_tokens_together(data_dir: Path) -> None:
     learn, score = halves(real(data_dir, "deepseek_v2_lite/esft_summary", 64))
     topology = Topology(8, 4, 5.0)
     greedy, found = (Placer(topology, method).place(learn).metrics(score) for method in ("greedy", "connectivity"))
-    assert (found.devices_per_token, found.nodes_per_token) == pytest.approx((3.198, 1.659), abs=1e-3)
+    assert (found.devices_per_token, found.nodes_per_token) == pytest.approx((3.201, 1.658), abs=1e-3)
     assert found.devices_per_token < 0.88 * greedy.devices_per_token and found.nodes_per_token < 0.92 * greedy.nodes_per_token
