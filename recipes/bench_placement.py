@@ -2,9 +2,10 @@
 
     python recipes/bench_placement.py        # or: make bench-placement, which installs the two graph partitioners too
 
-Hardware: 2 CPU cores, about 5 minutes. Learned on the first half of each task's tokens (Qwen3: on
-one text) and scored on the second (the other text), 8 ranks, means over all layers. Expect connectivity's placement 0 13 to 18 %
-below the greedy in devices per token and 1.4 to 5.6 % below Mt-KaHyPar, and placements that beat Default and the greedy on both axes. METIS cuts co-activation counts, Mt-KaHyPar the hypergraph of tokens (km1, eps 0).
+Hardware: 2 CPU cores, about 5 minutes. Learned on the first half of each task's tokens (Qwen3: on one text) and scored on the
+second (the other text), 8 ranks, means over all layers. Expect connectivity's placement 0 to be 13 to 18 % below the greedy in
+devices per token and 1.4 to 5.6 % below Mt-KaHyPar, and on the DeepSeek tasks placements that beat Default and the greedy on both
+axes. METIS cuts co-activation counts, Mt-KaHyPar the hypergraph of tokens (km1, eps 0).
 """
 
 from __future__ import annotations

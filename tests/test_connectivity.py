@@ -6,7 +6,11 @@ Letters: ``L`` layers, ``E`` experts per layer, ``T`` tokens, ``R`` ranks.
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,6 +216,32 @@ def test_bars_are_shown_on_request_only(capsys: pytest.CaptureFixture[str]) -> N
     assert "placing, start 2 of 2" in shown and "trading traffic for balance" in shown
 
 
+def test_an_error_or_interrupt_cancels_what_has_not_begun() -> None:
+    begun: list[int] = []
+
+    def work(item: int) -> None:
+        begun.append(item)
+        time.sleep(0.01)
+        if item == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        connectivity.over_layers(work, range(1000))
+    assert len(begun) < 100
+
+
+def test_the_search_runs_where_nothing_can_be_cached() -> None:
+    code = """
+import sys, cap_hf
+assert "numba" not in sys.modules  # loaded by those who search
+from numba.core import caching
+caching.CacheImpl._locator_classes = []
+from cap_hf.placement._compiled import compiled
+assert compiled(lambda x: x + 1)(2) == 3
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # --- regularisation --------------------------------------------------------------------------------------------------
 
 
@@ -363,14 +393,29 @@ def test_64_ranks_of_256_experts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_starts": 0}, "num_starts is 0; it must be 1 or more"),
+        ({"num_starts": 0}, "num_starts is 0; it must be an integer, 1 or more"),
+        ({"num_starts": 1.5}, "num_starts is 1.5"),
+        ({"seed": "1"}, "seed is '1'; it must be an integer, 0 or more"),
         ({"time_limit_s": -1.0}, "time_limit_s is -1.0; it must be 0 or more"),
         ({"time_limit_s": float("nan")}, "time_limit_s is nan"),
+        ({"time_limit_s": "3"}, "time_limit_s is '3'"),
     ],
 )
-def test_bad_options_are_refused(arguments: dict[str, float], message: str) -> None:
+def test_bad_options_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Placer(Topology(4), **arguments)
+
+
+@pytest.mark.parametrize("num_placements", [0, -2, 1.5, "2"])
+def test_bad_numbers_of_placements_are_refused(num_placements: Any) -> None:
+    with pytest.raises(ValueError, match=f"num_placements is {num_placements!r}; it must be an integer, 1 or more"):
+        Placer(Topology(4)).spectrum(random_trace(0, 1, 20, 12, 2), num_placements)
+
+
+@pytest.mark.parametrize("seed", [2**31, 2**63, 2**80, np.int64(2**62)])
+def test_large_seeds_are_seeds_too(seed: int) -> None:
+    trace = RoutingTrace(random_trace(0, 1, 60, 12, 2).expert_ids, 12, request_lengths=[20] * 3)
+    assert Placer(Topology(3), seed=seed).spectrum(trace, 2) == Placer(Topology(3), seed=seed).spectrum(trace, 2)
 
 
 @pytest.mark.parametrize("call", ["place", "spectrum"])

@@ -21,7 +21,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from cap_hf.placement._compiled import compiled
 
 __all__ = [
     "State",
@@ -35,8 +36,6 @@ __all__ = [
     "make_swap",
     "state_of",
 ]
-
-compiled = njit(cache=True, nogil=True)
 
 
 class Tokens(NamedTuple):

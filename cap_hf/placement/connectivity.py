@@ -172,8 +172,11 @@ def problems_of(
 def over_layers(function: Callable[[Item], Result], items: Iterable[Item], progress: str | None = None) -> list[Result]:
     """``[function(item) for item in items]`` on as many threads as there are cores: compiled code runs without the lock."""
     items = list(items)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+    threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    try:
         return list(tqdm(threads.map(function, items), desc=progress, total=len(items), disable=progress is None, leave=False))
+    finally:
+        threads.shutdown(cancel_futures=True)  # after an error or Ctrl-C, what has not begun never will
 
 
 def refine(problem: LayerProblem, start: np.ndarray, seed: int, load_weight: float = 0.0, proposals: float = PROPOSALS) -> np.ndarray:

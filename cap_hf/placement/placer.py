@@ -58,12 +58,13 @@ class Placer:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"unknown method {self.method!r}; choose one of {', '.join(METHODS)}")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}; it must be 0 or more")
-        if self.num_starts < 1:
-            raise ValueError(f"num_starts is {self.num_starts}; it must be 1 or more")
-        if self.time_limit_s is not None and not self.time_limit_s >= 0:
-            raise ValueError(f"time_limit_s is {self.time_limit_s}; it must be 0 or more seconds, or None for no limit")
+        for name, least in (("seed", 0), ("num_starts", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be an integer, {least} or more")
+        limit = self.time_limit_s
+        if limit is not None and not (isinstance(limit, int | float | np.number) and limit >= 0):
+            raise ValueError(f"time_limit_s is {limit!r}; it must be 0 or more seconds, or None for no limit")
 
     def place(self, trace: RoutingTrace) -> ExpertLayout:
         """The method's own placement, the one with least traffic, with the trace's layer ids.
@@ -83,8 +84,8 @@ class Placer:
         Raises:
             ValueError: fewer experts per layer than ranks, or fewer than 1 placement.
         """
-        if num_placements < 1:
-            raise ValueError(f"num_placements is {num_placements}; it must be 1 or more: 1 gives the one with least traffic alone")
+        if not isinstance(num_placements, int | np.integer) or num_placements < 1:
+            raise ValueError(f"num_placements is {num_placements!r}; it must be an integer, 1 or more: 1 gives least traffic alone")
         if self.method != "connectivity":
             return adjusted_spectrum(self.place(trace), trace, num_placements)
         from cap_hf.placement.tradeoff import tradeoff  # compiled code, loaded by those who use it
@@ -149,7 +150,8 @@ def _search_layers(trace: RoutingTrace, placer: Placer, share: float = 1.0) -> t
     begin, limit = time.monotonic(), math.inf if placer.time_limit_s is None else placer.time_limit_s
 
     def search(part: float) -> Search:
-        return Search(placer.seed, placer.num_starts, begin + part * limit, placer.progress)
+        seed = int(placer.seed) % 2**31  # as large as the compiled generator takes
+        return Search(seed, placer.num_starts, begin + part * limit, placer.progress)
 
     problems = problems_of(trace, placer.topology, choose_regularisation(trace, placer.topology, search(CHOOSING_SHARE)))
     return problems, connectivity_layers(problems, search(share)), search(1.0)

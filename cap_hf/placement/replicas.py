@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cap_hf.layout import ExpertLayout
+from cap_hf.placement._compiled import compiled
 from cap_hf.placement.connectivity import over_layers
 from cap_hf.placement.routing import (
     VISITED,
@@ -28,7 +29,6 @@ from cap_hf.placement.routing import (
     Progress,
     Routing,
     check_source,
-    compiled,
     layer_tokens,
     route_layer,
     rule_of,

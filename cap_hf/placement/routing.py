@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from cap_hf.placement._compiled import compiled
 from cap_hf.placement.connectivity import over_layers
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace
@@ -32,7 +32,6 @@ __all__ = [
     "Routing",
     "best_rank",
     "check_source",
-    "compiled",
     "layer_tokens",
     "list_copies",
     "route_layer",
@@ -42,8 +41,6 @@ __all__ = [
 ]
 
 VISITED, OWN_NODE, VISITED_NODE, ANY = 1, 2, 3, 4  # the rules above
-
-compiled = njit(cache=True, nogil=True)
 
 
 class LayerTokens(NamedTuple):
