@@ -21,8 +21,8 @@ from cap_hf.layout import ExpertLayout
 from cap_hf.metrics import visits_per_token
 from cap_hf.placement import Placer
 from cap_hf.placement.baselines import random
-from cap_hf.placement.replicas import LOAD_WEIGHT, add_replicas, copies_of_layer, expected_savings
-from cap_hf.placement.routing import layer_tokens, route_layer, route_tokens, source_ranks
+from cap_hf.placement.replicas import LOAD_WEIGHT, add_replicas, copies_of_layer
+from cap_hf.placement.routing import expected_savings, layer_tokens, route_layer, route_tokens, source_ranks
 from cap_hf.replicated import ReplicatedLayout, nearest_copy_cost
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace

@@ -21,24 +21,21 @@ from typing import NamedTuple
 import numpy as np
 
 from cap_hf.layout import ExpertLayout
-from cap_hf.placement._compiled import compiled
 from cap_hf.placement.connectivity import over_layers
 from cap_hf.placement.routing import (
-    VISITED,
     LayerTokens,
-    Progress,
     Routing,
     check_source,
+    excess_load,
+    expected_savings,
     layer_tokens,
     route_layer,
-    rule_of,
     source_ranks,
-    start,
 )
 from cap_hf.replicated import ReplicatedLayout
 from cap_hf.trace import RoutingTrace
 
-__all__ = ["LOAD_WEIGHT", "AddedCopy", "add_replicas", "copies_of_layer", "expected_savings"]
+__all__ = ["LOAD_WEIGHT", "AddedCopy", "add_replicas", "copies_of_layer"]
 
 # Against 0, on held-out tokens of DeepSeek-V2-Lite: at most 1 % more devices per token over the greedy placement, 3 % over a
 # connectivity one, for a third to two thirds less load over the mean on the busiest rank.
@@ -47,89 +44,12 @@ SHORTLIST = 4  # candidates that are routed for each copy
 ROUNDING = 1e-6  # visits; differences below this are rounding
 
 
-class Changes(NamedTuple):
-    """What tokens would do about one more copy of one expert, all others staying where they are."""
-
-    saved: np.ndarray
-    """(E, R) float64 visits saved by a copy of the expert on the rank."""
-    drawn: np.ndarray
-    """(E, R, R) int64 pairs that would go to it, by the rank that they leave."""
-    free: np.ndarray
-    """(E, R, R) int64 pairs that would choose between it and the rank they are on by load."""
-
-
 class AddedCopy(NamedTuple):
     """A copy, and the cost that it saved when it was added, in visits."""
 
     expert: int
     rank: int
     saved: float
-
-
-@compiled
-def foresee(tokens: LayerTokens, hosts: np.ndarray, now: Progress, token: int, slot: int, changes: Changes) -> None:
-    """Add to ``changes`` what one (token, expert) pair would do about a copy on every other rank, all else staying as it is now."""
-    expert, here, own_node = tokens.ids[token, slot], now.routed[token, slot], tokens.source_node[token]
-    rank_to_node, on_rank, on_node, hosted = tokens.rank_to_node, now.on_rank, now.on_node, hosts[expert]
-    saved, drawn, free = changes.saved[expert], changes.drawn[expert], changes.free[expert]
-    node = rank_to_node[here]
-    present = rule_of(on_rank[here] - 1, on_node[node] - 1, node == own_node)
-    for there in range(len(on_rank)):
-        if hosted[there]:
-            continue
-        other = rank_to_node[there]
-        rule = rule_of(on_rank[there], on_node[other] - (other == node), other == own_node)
-        if rule == present:
-            free[there, here] += 1
-        elif rule < present:
-            drawn[there, here] += 1
-            saved[there] += (rule == VISITED) + tokens.node_cost * ((on_node[node] == 1) - (on_node[other] == 0))
-
-
-@compiled
-def excess_load(loads: np.ndarray) -> float:
-    """Sum over ranks of max(0, load / mean - 1)^2; 0 without any load."""
-    mean = max(loads.mean(), 1e-300)
-    excess = 0.0
-    for load in loads:
-        excess += max(0.0, load / mean - 1.0) ** 2
-    return excess
-
-
-@compiled
-def expected_savings(tokens: LayerTokens, routing: Routing, hosts: np.ndarray, load_weight: float) -> np.ndarray:
-    """Cost that a copy of each expert on each rank would save if no other expert chose differently, (E, R)."""
-    num_experts, num_ranks = hosts.shape
-    by_rank = (num_experts, num_ranks, num_ranks)
-    changes = Changes(np.zeros(hosts.shape), np.zeros(by_rank, np.int64), np.zeros(by_rank, np.int64))
-    now = start(tokens, routing.rank)
-    for token in range(len(tokens.ids)):
-        now.on_rank[:], now.on_node[:] = 0, 0
-        for rank in routing.rank[token]:
-            if rank >= 0:
-                now.on_rank[rank] += 1
-                now.on_node[tokens.rank_to_node[rank]] += 1
-        for slot in range(tokens.ids.shape[1]):
-            if tokens.ids[token, slot] >= 0:
-                foresee(tokens, hosts, now, token, slot, changes)
-    weight = load_weight * len(tokens.ids)
-    for expert in range(num_experts):
-        for there in range(num_ranks):
-            drawn, free = changes.drawn[expert, there], changes.free[expert, there]
-            changes.saved[expert, there] += weight * relief(routing.loads, drawn, free, there)
-    return changes.saved
-
-
-@compiled
-def relief(loads: np.ndarray, drawn: np.ndarray, free: np.ndarray, there: int) -> float:
-    """Fall of ``excess_load`` when pairs (R,) are drawn from their ranks to ``there`` and free ones level the loads as far as they can."""
-    after = (loads - drawn).astype(np.float64)
-    after[there] += drawn.sum()
-    for here in range(len(loads)):
-        moved = min(max(after[here] - after[there], 0.0) / 2.0, free[here])
-        after[here] -= moved
-        after[there] += moved
-    return excess_load(loads) - excess_load(after)
 
 
 def copies_of_layer(
