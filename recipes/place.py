@@ -6,7 +6,7 @@ trace repeats that layout. On the DeepSeek-V2-Lite traces this saves 1 to 2 % of
     accelerate launch --use_deepspeed --num_processes 4 --zero_stage 1 recipes/place.py --model Qwen/Qwen3-30B-A3B --corpus gsm8k
 
 Hardware: as many devices as hold the model; the embedded model (the default) needs 2 CPU cores and half a minute. Expect
-placement 0 to send about a fifth fewer rows than experts in id order, and the last one to be the best balanced.
+placement 0 to visit about a quarter fewer devices than experts in id order, and the last one to be the best balanced.
 """
 
 from __future__ import annotations

