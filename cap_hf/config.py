@@ -17,6 +17,8 @@ __all__ = ["CAPConfig"]
 
 PRUNING_RULES = ("none", "expert", "device")
 SOLVERS = ("greedy", "exact")
+DISPATCHES = ("auto", "flat", "hierarchical")
+WIRE_DTYPES = (None, "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,7 @@ class CAPConfig:
     """Options of ``CAPMoEModel.from_pretrained(..., cap_config=...)``.
 
     Raises:
-        ValueError: an unknown rule or solver, a threshold outside [0, 1), or a threshold without a rule.
+        ValueError: an unknown choice, a threshold outside [0, 1), a threshold without a rule, or a time limit that is not positive.
     """
 
     layout: ExpertLayout | str | Path | None = None
@@ -42,17 +44,28 @@ class CAPConfig:
     renormalize: bool = False
     """Scale surviving gate weights back to the token's own sum; measured worse on the embedded models at every p."""
 
+    dispatch: Literal["auto", "flat", "hierarchical"] = "auto"
+    """"hierarchical" sends a token to a node once and fans it out there, "flat" to each rank; "auto": by the layout's nodes."""
+
+    wire_dtype: Literal["bfloat16", "float16"] | None = None
+    """Type in which rows and results travel; None sends them as they are. Halves the traffic of a float32 model, at that precision."""
+
+    timeout_s: float = 60.0
+    """Seconds after which a rank that waits for another within or before a forward gives up, with an error that names it."""
+
     def __post_init__(self) -> None:
-        if self.pruning not in PRUNING_RULES:
-            raise ValueError(f"pruning is {self.pruning!r}; choose one of {', '.join(PRUNING_RULES)}")
-        if self.prune_solver not in SOLVERS:
-            raise ValueError(f"prune_solver is {self.prune_solver!r}; choose one of {', '.join(SOLVERS)}")
+        choices = {"pruning": PRUNING_RULES, "prune_solver": SOLVERS, "dispatch": DISPATCHES, "wire_dtype": WIRE_DTYPES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(map(str, allowed))}")
+        if not _is_number(self.timeout_s) or not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s is {self.timeout_s!r}; it must be a positive number of seconds")
         if not (self.layout is None or isinstance(self.layout, (ExpertLayout, str, Path))):
             raise ValueError(f"layout is a {type(self.layout).__name__}; give an ExpertLayout, the path of a saved one, or None")
         if not isinstance(self.renormalize, bool):
             raise ValueError(f"renormalize is {self.renormalize!r}; it must be True or False")
         threshold = self.prune_threshold
-        if not isinstance(threshold, numbers.Real) or isinstance(threshold, bool) or math.isnan(threshold) or not 0 <= threshold < 1:
+        if not _is_number(threshold) or not 0 <= threshold < 1:
             raise ValueError(
                 f"prune_threshold is {self.prune_threshold!r}; it must be in [0, 1): 0 prunes nothing, 1 would drop every expert"
             )
@@ -89,3 +102,7 @@ class CAPConfig:
             return cls(**known)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

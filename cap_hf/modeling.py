@@ -5,6 +5,7 @@ Letters: ``B`` batch rows, ``S`` sequence positions, ``T`` = B * S tokens of thi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -188,7 +189,7 @@ class CAPMoEModel(nn.Module):
             raise ValueError("set_pruning does not take a layout; use apply_layout")
         config = self._runtime.config.replace(pruning=pruning, prune_threshold=prune_threshold, **changes)
         check_pruning(config, self.top_k)
-        self._runtime.config = config
+        self._runtime.configure(self.layout, config)
 
     def apply_layout(self, layout: ExpertLayout | str | Path) -> None:
         """Re-lay out the live model; every rank calls it, and only experts that change rank travel.
@@ -205,7 +206,7 @@ class CAPMoEModel(nn.Module):
         self.group.require_equal(layout.fingerprint, "the layout's fingerprint")
         if self.group.size > 1:
             move_experts(self.model, self.family, self.layout, layout, self.group)
-        self._runtime.layout, self._runtime.config = layout, config
+        self._runtime.configure(layout, config)
         self._connect_layers()
 
     def attach(self, observer: ForwardObserver) -> None:
@@ -261,7 +262,9 @@ class CAPMoEModel(nn.Module):
                 yield
         finally:
             runtime.joined, CAPMoEModel._joined_model = False, None
-            if not runtime.in_exchange:
+            if runtime.in_exchange:
+                runtime.lane.post_failure(sys.exception())
+            elif not runtime.lane.progress.broken:
                 self._keep_company()
 
     def _refuse_inside_joined(self, what: str) -> None:
@@ -271,9 +274,11 @@ class CAPMoEModel(nn.Module):
     def _keep_company(self) -> None:
         """Take part in the other ranks' forwards until none has one left."""
         self._run_missing_layers()  # of a forward that an interrupt ended
-        while self.group.count(False):
-            self._runtime.layers_run, self._runtime.in_forward = 0, True
+        self._begin_forward()
+        while self._runtime.agree(False, 0):
             self._run_missing_layers()
+            self._begin_forward()
+        self._end_forward()
 
     def _run_missing_layers(self) -> None:
         """Dispatch nothing in the MoE layers that this forward has not reached, so that every rank counts as many."""
@@ -283,7 +288,22 @@ class CAPMoEModel(nn.Module):
             for module in self._experts()[runtime.layers_run :] if runtime.in_forward else []:
                 run_without_tokens(module, self.top_k)
         finally:
-            runtime.observers, runtime.in_forward = observers, False
+            runtime.observers = observers
+            self._end_forward()
+
+    def _begin_forward(self) -> None:
+        """Before the vote, so that a rank that is interrupted in it knows that it takes part."""
+        runtime = self._runtime
+        runtime.layers_run, runtime.in_forward = 0, True
+        runtime.lane.progress.step += 1
+        runtime.lane.progress.where = "the vote before a forward"
+
+    def _end_forward(self) -> None:
+        """Once per forward, however it ended."""
+        runtime = self._runtime
+        if runtime.in_forward:
+            runtime.in_forward, runtime.num_tokens = False, None
+            runtime.lane.progress.step += 1
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Gather the experts and save an ordinary Transformers checkpoint; every rank calls it, rank 0 writes."""
@@ -307,11 +327,12 @@ class CAPMoEModel(nn.Module):
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tell the hook, out of band, what the flat tokens of this forward are: padding, new or continued, whose."""
         runtime = self._runtime
-        runtime.layers_run, runtime.source_rank, runtime.in_forward = 0, None, True
-        if runtime.joined:
-            self.group.count(True)
         given = [args[0] if args else kwargs.get("input_ids"), kwargs.get("inputs_embeds"), args[4] if len(args) > 4 else None]
         tokens = next((each for each in given if each is not None), None)
+        runtime.source_rank = None
+        self._begin_forward()
+        if self.group.size > 1:
+            runtime.agree(True, 0 if tokens is None else tokens.shape[:2].numel())
         if tokens is None:
             return  # the wrapped model has its own words for that
         batch_size, length = tokens.shape[:2]
@@ -330,10 +351,13 @@ class CAPMoEModel(nn.Module):
 
     def _after_forward(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Close the forward; called without output where it failed."""
-        self._runtime.source_rank = None
-        if self._runtime.joined and not self._runtime.in_exchange:
+        runtime = self._runtime
+        runtime.source_rank = None
+        if runtime.joined and not runtime.in_exchange:
             self._run_missing_layers()  # of an early exit or a failure
-        self._runtime.in_forward = False
+        elif output is None and runtime.in_forward:
+            runtime.lane.post_failure(sys.exception())  # the others wait for this rank in a layer
+        self._end_forward()
         if output is None:
             return
         cache = getattr(output, "cache", None)

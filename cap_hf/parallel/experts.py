@@ -6,7 +6,10 @@ Letters: ``T`` tokens of this rank, ``K`` experts per token, ``E`` experts per l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,13 +17,16 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from cap_hf.config import CAPConfig
 from cap_hf.layout import ExpertLayout
-from cap_hf.parallel.dispatch import Dispatcher, GroupDispatcher
-from cap_hf.parallel.groups import ExpertGroup
+from cap_hf.parallel.dispatch import Bounds, Hop, Work, entry_ranks, run_flat, run_hierarchical
+from cap_hf.parallel.groups import ExpertGroup, limited_group, node_group
 from cap_hf.pruning import MAX_EXACT_TOP_K, prune_devices, prune_experts
+from cap_hf.topology import Topology
 
 __all__ = ["HOOK_NAME", "ExpertsRuntime", "RoutingObserver", "check_pruning", "connect_layer", "run_without_tokens"]
 
 HOOK_NAME = "cap"  # under which the hook is registered with Transformers
+MAX_BOUNDED_TOKENS = 1 << 17
+"""Tokens of all ranks in a forward above which sizes are exchanged, rather than room kept for the most that can come."""
 
 
 class RoutingObserver(Protocol):
@@ -40,6 +46,8 @@ class ExpertsRuntime:
     observers: list[Any] = field(default_factory=list)
     source_rank: torch.Tensor | None = None
     """(T,) rank that each token of the running forward belongs to, where one process plays several; else None."""
+    num_tokens: list[int] | None = None
+    """(R,) tokens of every rank in the running forward, agreed on before it; None where sizes must be exchanged instead."""
     joined: bool = False
     """Ranks may run different numbers of forwards now, and vote before each."""
     in_forward: bool = False
@@ -48,10 +56,65 @@ class ExpertsRuntime:
     """MoE layers of the running forward that have dispatched."""
     in_exchange: bool = False
     """Between the first and the last collective of a layer: where this is left set, the ranks are out of step for good."""
-    dispatcher: Dispatcher = field(init=False)
+    lane: ExpertGroup = field(init=False)
+    """The group under the forward's time limit."""
+    hop: Hop = field(init=False)
+    node_hop: Hop | None = field(init=False)
+    """Among the ranks of this node, where rows enter a node once; else None."""
 
     def __post_init__(self) -> None:
-        self.dispatcher = GroupDispatcher(self.group) if self.group.size > 1 else Dispatcher()
+        self.configure(self.layout, self.config)
+
+    def configure(self, layout: ExpertLayout, config: CAPConfig) -> None:
+        """Run with this layout and these options from now on; every rank calls it, with the same.
+
+        Raises:
+            ValueError: on every rank, for options of the exchange that differ between ranks.
+        """
+        topology, wire_dtype = layout.topology, config.wire_dtype and getattr(torch, config.wire_dtype)
+        self.group.require_equal(f"{config.dispatch}, {config.wire_dtype}, {config.timeout_s:g} s", "dispatch, wire_dtype or timeout_s")
+        self.layout, self.config, self.lane = layout, config, limited_group(self.group, config.timeout_s)
+        self.hop = Hop(self.lane, wire_dtype)
+        in_nodes = self.group.size > 1 and is_hierarchical(config, topology)
+        self.node_hop = Hop(node_group(self.lane, topology.ranks_per_node), wire_dtype) if in_nodes else None
+
+    def agree(self, has_forward: bool, num_tokens: int) -> int:
+        """Tell every rank what this one is about to run; returns how many have a forward to run."""
+        plan = torch.tensor([has_forward, num_tokens, torch.is_grad_enabled()], dtype=torch.int64)
+        gathered, interrupt = self.lane.all_gather_unless_interrupted(plan)
+        plans = gathered.tolist()
+        self.num_tokens = None if any(grad for _, _, grad in plans) else [tokens for _, tokens, _ in plans]
+        if interrupt is not None:
+            raise interrupt
+        return sum(voted for voted, _, _ in plans)
+
+    def bounds(self, top_k: int) -> tuple[Bounds | None, Bounds | None]:
+        """The most rows that a layer of this forward moves, among all ranks and inside the node; None where that is unknown."""
+        if self.num_tokens is None or sum(self.num_tokens) > MAX_BOUNDED_TOKENS:
+            return None, None
+        me, tokens = self.group.rank, self.num_tokens
+        if self.node_hop is None:
+            passes = [rank != me for rank in range(self.group.size)]
+        else:
+            nodes = self.layout.topology.rank_to_node
+            passes = [bool(nodes[rank] != nodes[me]) for rank in range(self.group.size)]
+        outer = Bounds([n * other for n, other in zip(tokens, passes, strict=True)], [tokens[me] * other for other in passes], top_k)
+        if self.node_hop is None:
+            return outer, None
+        start = me // self.node_hop.group.size * self.node_hop.group.size
+        inside = tokens[start : start + self.node_hop.group.size]
+        most = [n + sum(tokens) - sum(inside) for n in inside]
+        others = [rank != self.node_hop.group.rank for rank in range(len(most))]
+        own = most[self.node_hop.group.rank]
+        return outer, Bounds([n * other for n, other in zip(most, others, strict=True)], [own * other for other in others], top_k)
+
+    @contextmanager
+    def exchange(self, layer: int) -> Iterator[None]:
+        """Around the collectives of MoE layer number ``layer``; a failure leaves ``in_exchange`` set."""
+        self.layers_run, self.in_exchange = self.layers_run + 1, True
+        self.lane.progress.where = f"MoE layer {layer} (decoder layer {self.layout.layer_ids[layer]})"
+        yield
+        self.in_exchange = False
 
     @property
     def is_virtual(self) -> bool:
@@ -118,17 +181,20 @@ def _renormalized(weights_TK: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
     return weights_TK * scale
 
 
-def _run_local_experts(
-    module: Any, rows_VH: torch.Tensor, row_P: torch.Tensor, slot_P: torch.Tensor, weight_P: torch.Tensor
-) -> torch.Tensor:
+def is_hierarchical(config: CAPConfig, topology: Topology) -> bool:
+    """Whether a token's row enters a node once and is fanned out there; "auto" does so where that can save anything."""
+    return config.dispatch == "hierarchical" or config.dispatch == "auto" and 1 < topology.num_nodes < topology.num_ranks
+
+
+def _run_local_experts(module: Any, work: Work) -> torch.Tensor:
     """Weighted sum of each row's experts, (V, H), by Transformers' grouped kernel with one expert per entry."""
+    rows_VH = work.rows_VH
     out_VH = torch.zeros_like(rows_VH, dtype=torch.float32)  # sums of half-precision outputs are kept exact until the end
-    if len(row_P) == 0:
+    if len(work.row_P) == 0:
         return out_VH.to(rows_VH.dtype) + 0 * rows_VH  # keeps the graph connected where a rank has no work
-    slot_P, order = torch.sort(slot_P, stable=True)  # by expert, as the kernel wants them
-    row_P, weight_P = row_P[order], weight_P[order]
-    result_PH = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, rows_VH[row_P], slot_P[:, None], weight_P[:, None])
-    return out_VH.index_add(0, row_P, result_PH.float()).to(rows_VH.dtype)
+    slot_P = module.cap_expert_to_slot[work.expert_P]
+    result_PH = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, rows_VH[work.row_P], slot_P[:, None], work.weight_P[:, None])
+    return out_VH.index_add(0, work.row_P, result_PH.float()).to(rows_VH.dtype)
 
 
 def cap_experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -150,19 +216,40 @@ def cap_experts_forward(self: Any, hidden_states: torch.Tensor, top_k_index: tor
     for observer in shared.observers:
         observer.observe(self.cap_layer, top_k_index if keep is None else torch.where(keep, top_k_index, -1), top_k_weights)
     shared.group.traffic.token_visits += len(hidden_states)
-    if keep is None and shared.group.size == 1:
-        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
-    num_ranks = shared.layout.num_ranks
-    rank_TK = self.cap_expert_to_rank[top_k_index]
-    if keep is not None:
-        rank_TK = torch.where(keep, rank_TK, num_ranks)
-    slot_TK = self.cap_expert_to_slot[top_k_index]
-    shared.layers_run, shared.in_exchange = shared.layers_run + 1, True
-    work = shared.dispatcher.dispatch(hidden_states, rank_TK, slot_TK, top_k_weights, num_ranks)
-    result_VH = _run_local_experts(self, work.rows_VH, work.row_of_pair_P, work.slot_P, work.weight_P)
-    out_TH = shared.dispatcher.combine(result_VH, work)
-    shared.in_exchange = False
-    return out_TH
+    if shared.group.size == 1:
+        return _run_here(self, hidden_states, top_k_index, top_k_weights, keep)
+    return _run_on_ranks(self, hidden_states, top_k_index, top_k_weights, keep)
+
+
+def _run_here(
+    module: Any, hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, keep_TK: torch.Tensor | None
+) -> torch.Tensor:
+    """All experts are on this rank."""
+    if keep_TK is None:
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_TH, ids_TK, weights_TK)
+    row_P, slot_P = keep_TK.nonzero(as_tuple=True)
+    return _run_local_experts(module, Work(hidden_TH, row_P, ids_TK[row_P, slot_P], weights_TK[row_P, slot_P]))
+
+
+def _run_on_ranks(
+    module: Any, hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, keep_TK: torch.Tensor | None
+) -> torch.Tensor:
+    """Every rank of the group runs this layer now."""
+    shared: ExpertsRuntime = module.cap_runtime
+    num_ranks, ranks_per_node = shared.layout.num_ranks, shared.layout.topology.ranks_per_node
+    rank_TK = module.cap_expert_to_rank[ids_TK]
+    if keep_TK is not None:
+        rank_TK = torch.where(keep_TK, rank_TK, num_ranks)
+    token_P = torch.arange(len(ids_TK), device=ids_TK.device).repeat_interleave(ids_TK.shape[1])
+    work = Work(hidden_TH, token_P, ids_TK.flatten(), weights_TK.flatten())
+    compute = partial(_run_local_experts, module)
+    bounds, node_bounds = shared.bounds(ids_TK.shape[1])
+    entry_TK = rank_TK if shared.node_hop is None else entry_ranks(rank_TK, shared.group.rank, num_ranks, ranks_per_node)
+    with shared.exchange(module.cap_layer):
+        if shared.node_hop is None:
+            return run_flat(shared.hop, work, rank_TK.flatten(), bounds, compute)
+        place_of_expert = module.cap_expert_to_rank % ranks_per_node
+        return run_hierarchical(shared.hop, shared.node_hop, work, entry_TK.flatten(), place_of_expert, (bounds, node_bounds), compute)
 
 
 ExpertsInterface.register(HOOK_NAME, cap_experts_forward)
