@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-__all__ = ["RankPool", "RanksFailed", "run_ranks", "warm_up"]
+__all__ = ["RankPool", "RanksFailed", "free_port", "run_ranks", "warm_up"]
 
 START_LIMIT_S = 180.0  # imports of the server included; ten times what a busy two-core machine takes
 GRACE_S = 2.0  # for the other ranks, once one has failed: those that wait for it never end
@@ -120,7 +120,7 @@ class RankPool:
 
     def _start(self) -> None:
         warm_up()
-        port = _free_port()
+        port = free_port()
         for index in range(self.num_ranks):
             ours, theirs = connection.Pipe()
             descriptor, log = tempfile.mkstemp(prefix="rank_", suffix=".log")
@@ -197,7 +197,7 @@ def warm_up() -> None:
         forkserver.ensure_running()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -151,17 +151,20 @@ class ExpertGroup:
         notices = self.board.settle(step)
         causes = [notice for notice in notices or [] if notice.is_cause and notice.rank != me]
         silent = sorted(set(range(size)) - {notice.rank for notice in notices or []} - {me})
+        ended = [rank for rank in silent if self.board.has_ended(rank)]
         how = f"gave no sign of life for {self.timeout_s:g} s" if error is None else "closed its connection"
         if causes:
             reason = "; ".join(f"rank {notice.rank} of {size} failed with {notice.text}" for notice in causes)
         elif notices is None:
             reason = f"rank 0 of {size} {how} and no longer keeps the ranks' notices: it was killed or is stuck"
+        elif ended:
+            reason = f"the process of rank {', '.join(map(str, ended))} of {size} has ended: it was killed, or left the others behind"
         elif silent:
             reason = f"rank {', '.join(map(str, silent))} of {size} {how}: it was killed, is stuck, or runs other forwards"
         else:
             places = "; ".join(f"rank {notice.rank} {notice.text}" for notice in notices)
             reason = f"all {size} ranks wait, but for different things ({places})" if error is None else f"the network failed ({error})"
-        if error is None and not causes:
+        if error is None and not causes and not ended:
             reason += "; if it only needs longer, raise timeout_s of CAPConfig"
         self.progress.broken = reason
         raise RankError(f"this rank ({me}) waited in {self.progress.where}, but {reason}") from error

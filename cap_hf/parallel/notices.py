@@ -6,16 +6,19 @@ killed or stuck. Notices carry the step (a forward, or the time between two) the
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 __all__ = ["POLL_S", "Notice", "NoticeBoard", "wait_for"]
 
 STORE_LIMIT_S = 5.0  # a store that answers no sooner is gone
-ANSWER_LIMIT_S = 4.0  # for the other ranks to post, once one has; each looks every POLL_S seconds
-POLL_S = 1.0
+POLL_S = 0.5  # a rank that waits looks for notices as often
+ANSWER_LIMIT_S = 4 * POLL_S  # for the other ranks to post, once one has
 _MAX_CHARACTERS = 2000
 
 
@@ -40,6 +43,7 @@ class NoticeBoard:
         store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
         self.rank, self.size = rank, size
         self._store: Any = PrefixStore(f"cap_hf/{name}", store)
+        self._store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
 
     def post(self, step: int, text: str, is_cause: bool) -> None:
         """Tell the others; a store that is gone is no error, for then its host is."""
@@ -68,12 +72,25 @@ class NoticeBoard:
             return None
         return notices
 
+    def has_ended(self, rank: int) -> bool:
+        """Whether that rank's process is known to have ended; only processes of this host can be looked at."""
+        try:
+            if not self._store.check([f"process/{rank}"]):
+                return False
+            host, _, pid = self._store.get(f"process/{rank}").decode().rpartition(" ")
+        except RuntimeError:
+            return False
+        return host == _host() and not _runs(int(pid))
+
     def settle(self, step: int) -> list[Notice] | None:
-        """Wait until a cause is known or every rank has posted, at most ``ANSWER_LIMIT_S``; then as ``read``."""
+        """Wait until a cause is known or nobody is left who could post, at most ``ANSWER_LIMIT_S``; then as ``read``."""
         limit = time.monotonic() + ANSWER_LIMIT_S
         while True:
             notices = self.read(step)
-            if notices is None or any(notice.is_cause for notice in notices) or len(notices) == self.size or time.monotonic() > limit:
+            if notices is None or any(notice.is_cause for notice in notices) or time.monotonic() > limit:
+                return notices
+            silent = set(range(self.size)) - {notice.rank for notice in notices}
+            if all(self.has_ended(rank) for rank in silent):
                 return notices
             time.sleep(0.05)
 
@@ -88,3 +105,19 @@ def wait_for(work: Any, limit_s: float) -> bool:
             raise
         return False  # the limit, or a failure that the next call raises
     return True
+
+
+def _host() -> str:
+    """Name of this host, and of its process numbers where a container has its own."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
+
+
+def _runs(pid: int) -> bool:
+    """False for a process that has ended, also where its parent has not noticed yet; True where that cannot be seen."""
+    if not Path("/proc/self/stat").exists():
+        return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
