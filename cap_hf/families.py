@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["FAMILIES", "MoEFamily", "family_of"]
 
-GATED_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+GATED_PROJECTIONS = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
 
 
 @dataclass(frozen=True)
@@ -27,19 +27,33 @@ class MoEFamily:
     """How the router leaves the K selected scores; thresholds are relative to a token's own sum because this differs."""
     shared_experts: str | None = None
     """Path of the experts that every token uses: never pruned, never travelling."""
+    shared_follow: bool = False
+    """The block runs its shared experts after the routed ones, on the same input."""
     layers: str = "model.layers"
     experts: str = "mlp.experts"
     router: str = "mlp.gate"
     packed_parameters: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: GATED_PROJECTIONS)
-    """Packed parameter (E, rows, columns) -> the per-expert checkpoint matrices it stacks row by row."""
+    """Packed parameter (E, ...) -> the per-expert checkpoint matrices it stacks row by row; none if checkpoints are packed, too."""
+    checkpoint_layers: tuple[str, ...] = ()
+    """What checkpoints may say instead of ``layers``."""
+    checkpoint_experts: tuple[str, ...] = ()
+    """What checkpoints may say instead of ``experts``."""
 
     def moe_layer_ids(self, config: Any) -> list[int]:
         """Indices of the decoder layers that hold an MoE block; dense layers in between are skipped."""
         return [layer for layer in range(config.num_hidden_layers) if self.is_moe_layer(config, layer)]
 
     def experts_path(self, layer_id: int) -> str:
-        """Module path of a layer's experts in the causal LM, also the prefix of their checkpoint keys."""
+        """Module path of a layer's experts in the causal LM."""
         return f"{self.layers}.{layer_id}.{self.experts}"
+
+    def checkpoint_paths(self, layer_id: int) -> list[str]:
+        """Prefixes that the keys of a layer's experts may have in a checkpoint."""
+        return [
+            f"{layers}.{layer_id}.{experts}"
+            for layers in (self.layers, *self.checkpoint_layers)
+            for experts in (self.experts, *self.checkpoint_experts)
+        ]
 
 
 def _qwen_is_moe(config: Any, layer: int) -> bool:
@@ -50,27 +64,62 @@ def _deepseek_is_moe(config: Any, layer: int) -> bool:
     return layer >= config.first_k_dense_replace
 
 
+def _every_layer(config: Any, layer: int) -> bool:
+    return True
+
+
+def _num_experts(config: Any) -> int:
+    return int(config.num_experts)
+
+
+def _num_routed(config: Any) -> int:
+    return int(config.n_routed_experts)
+
+
+def _num_local(config: Any) -> int:
+    return int(config.num_local_experts)
+
+
+_NORMALISED = "softmax over the selected logits, or over all and normalised: sum to 1"
+_SIGMOID = "sigmoid, sum to routed_scaling_factor with norm_topk_prob; chosen with a correction bias, in groups; slots in no order"
+_MIXTRAL_PROJECTIONS = {"gate_up_proj": ("w1.weight", "w3.weight"), "down_proj": ("w2.weight",)}
+_GPT_OSS_PACKED: dict[str, tuple[str, ...]] = {"gate_up_proj": (), "gate_up_proj_bias": (), "down_proj": (), "down_proj_bias": ()}
+_NESTED = ("model.language_model.layers",)
+
 FAMILIES: dict[str, MoEFamily] = {
     family.model_type: family
     for family in (
-        MoEFamily("qwen3_moe", lambda config: config.num_experts, _qwen_is_moe, scores="softmax, sum to 1 only with norm_topk_prob"),
+        MoEFamily("qwen3_moe", _num_experts, _qwen_is_moe, scores="softmax, sum to 1 only with norm_topk_prob"),
+        MoEFamily(
+            "qwen2_moe", _num_experts, _qwen_is_moe, scores="softmax, sum to 1 only with norm_topk_prob", shared_experts="mlp.shared_expert"
+        ),
         MoEFamily(
             "deepseek_v2",
-            lambda config: config.n_routed_experts,
+            _num_routed,
             _deepseek_is_moe,
             scores="softmax, never normalised, times routed_scaling_factor; slots in no order",
             shared_experts="mlp.shared_experts",
+            shared_follow=True,
         ),
+        MoEFamily("deepseek_v3", _num_routed, _deepseek_is_moe, _SIGMOID, shared_experts="mlp.shared_experts", shared_follow=True),
+        MoEFamily("glm4_moe", _num_routed, _deepseek_is_moe, _SIGMOID, shared_experts="mlp.shared_experts", shared_follow=True),
         MoEFamily(
-            "deepseek_v3",
-            lambda config: config.n_routed_experts,
-            _deepseek_is_moe,
-            scores="sigmoid, sum to routed_scaling_factor with norm_topk_prob; slots in no order",
-            shared_experts="mlp.shared_experts",
+            "mixtral",
+            _num_local,
+            _every_layer,
+            _NORMALISED,
+            packed_parameters=_MIXTRAL_PROJECTIONS,
+            checkpoint_experts=("block_sparse_moe.experts",),
+        ),
+        MoEFamily("olmoe", _num_experts, _every_layer, scores="softmax, sum to 1 only with norm_topk_prob"),
+        MoEFamily("gpt_oss", _num_local, _every_layer, _NORMALISED, router="mlp.router", packed_parameters=_GPT_OSS_PACKED),
+        MoEFamily("qwen3_next", _num_experts, _qwen_is_moe, _NORMALISED, shared_experts="mlp.shared_expert"),
+        MoEFamily(
+            "qwen3_5_moe_text", _num_experts, _every_layer, _NORMALISED, shared_experts="mlp.shared_expert", checkpoint_layers=_NESTED
         ),
     )
 }
-"""Model type in ``config.json`` -> its facts."""
+"""Model type of the (text) configuration -> its facts; qwen3_5_moe names its text part qwen3_5_moe_text."""
 
 
 def family_of(config: Any) -> MoEFamily:

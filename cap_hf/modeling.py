@@ -123,10 +123,14 @@ class CAPMoEModel(nn.Module):
                 value = kwargs[taken[0]]
                 raise ValueError(f"{taken[0]}={value!r} contradicts cap_config, which shares out the experts itself; leave it out")
             config = kwargs.get("config")
-            if not isinstance(config, PreTrainedConfig):
+            if isinstance(config, PreTrainedConfig):
+                kwargs["config"] = config.get_text_config(decoder=True)
+            else:
                 overrides = {key: value for key, value in kwargs.items() if key not in ("config", *_LOADING_ARGUMENTS)}
                 source: Any = config or name_or_path
                 config, _ = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **overrides)
+            _refuse_quantised(config)
+            config = config.get_text_config(decoder=True)  # of a composite model, the causal LM
             family, layout = _resolve(config, cap_config, group)
             model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         group.require_equal(layout.fingerprint, "the layout's fingerprint")
@@ -286,7 +290,7 @@ class CAPMoEModel(nn.Module):
         observers, runtime.observers = runtime.observers, []  # there is nothing to see
         try:
             for module in self._experts()[runtime.layers_run :] if runtime.in_forward else []:
-                run_without_tokens(module, self.top_k)
+                run_without_tokens(module, int(self.model.config.hidden_size), self.top_k)
         finally:
             runtime.observers = observers
             self._end_forward()
@@ -417,13 +421,20 @@ def _owned(layout: ExpertLayout, group: ExpertGroup) -> dict[int, list[int]]:
     return {layer_id: layout.experts_of(layer, group.rank).tolist() for layer, layer_id in enumerate(layers)}
 
 
+def _refuse_quantised(config: Any) -> None:
+    settings = getattr(config, "quantization_config", None)
+    if settings is not None:
+        method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+        raise ValueError(
+            f"the checkpoint is quantised ({method or 'quantization_config is set'}), and the experts hook serves bf16, fp16 and fp32 "
+            "weights only; use such a checkpoint, or dequantise this one"
+        )
+
+
 def _resolve(config: Any, cap_config: CAPConfig, group: ExpertGroup) -> tuple[MoEFamily, ExpertLayout]:
     """Family and layout of a model, checked against each other and against the number of processes."""
+    _refuse_quantised(config)
     family = family_of(config)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            "the checkpoint is quantised (quantization_config is set), which the experts hook cannot serve; use a bf16, fp16 or fp32 one"
-        )
     layer_ids, num_experts = family.moe_layer_ids(config), family.num_experts(config)
     layout = cap_config.load_layout()
     if layout is None:

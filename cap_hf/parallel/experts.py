@@ -153,11 +153,11 @@ def connect_layer(module: Any, shared: ExpertsRuntime, layer: int) -> None:
     module.cap_runtime, module.cap_layer = shared, layer
 
 
-def run_without_tokens(module: Any, top_k: int) -> None:
+def run_without_tokens(module: Any, hidden_size: int, top_k: int) -> None:
     """Take part in one MoE layer's collectives without tokens of one's own, for the sake of ranks that have some."""
     weight = next(module.parameters())
     with torch.no_grad():
-        hidden = weight.new_zeros((0, module.hidden_dim))
+        hidden = weight.new_zeros((0, hidden_size))
         ids = torch.zeros((0, top_k), dtype=torch.long, device=weight.device)
         module(hidden, ids, torch.zeros((0, top_k), device=weight.device))
 

@@ -21,6 +21,9 @@ from cap_hf.families import MoEFamily
 __all__ = ["experts_module", "own_shard_class", "set_expert_parameters"]
 
 
+_QUANTISED_ENDINGS = ("_blocks", "_scales", ".weight_scale", ".weight_scale_inv", ".qweight", ".qzeros")  # mxfp4, fp8, GPTQ, AWQ
+
+
 def _shape(tensor: Any) -> tuple[int, ...]:
     """Shape of a tensor or of a lazy safetensors slice."""
     return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
@@ -50,8 +53,13 @@ class _PackedExperts:
 class _ChosenExperts:
     """Lazy packed parameter (n, ...) cut out of a checkpoint's packed (E, ...)."""
 
-    def __init__(self, tensor: Any, experts: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, tensor: Any, key: str, experts: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> None:
+        """``experts``: ids to read; ``shape`` (n, ...) of the parameter."""
         self.tensor, self.experts, self.dtype = tensor, experts, dtype
+        found = _shape(tensor)
+        if found[1:] != tuple(shape)[1:] or found[0] <= max(experts):
+            wanted = (f"{max(experts) + 1} or more", *shape[1:])
+            raise ValueError(f"{key} has shape {found}, not ({', '.join(map(str, wanted))}); the file is not of this model")
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         packed = torch.empty((len(self.experts), *_shape(self.tensor)[1:]), dtype=self.dtype)
@@ -84,19 +92,25 @@ def _own_state_dict(
     model: nn.Module, tensors: Mapping[str, Any], family: MoEFamily, owned: Mapping[int, Sequence[int]], dtype: torch.dtype
 ) -> dict[str, Any]:
     """Replace every expert entry by lazy packed ones of this rank's experts; the rest stays as it is."""
-    prefixes = tuple(f"{family.experts_path(layer_id)}." for layer_id in owned)
+    prefixes = tuple(f"{path}." for layer_id in owned for path in family.checkpoint_paths(layer_id))
     own: dict[str, Any] = {key: value for key, value in tensors.items() if not key.startswith(prefixes)}
+    quantised = next((key for key in tensors if key.startswith(prefixes) and key.endswith(_QUANTISED_ENDINGS)), None)
+    if quantised is not None:
+        raise ValueError(f"the checkpoint holds {quantised}, a quantised weight, which the experts hook cannot serve; dequantise it first")
     for layer_id, experts in owned.items():
-        prefix, module = family.experts_path(layer_id), experts_module(model, family, layer_id)
+        module, paths = experts_module(model, family, layer_id), family.checkpoint_paths(layer_id)
         for packed, parts in family.packed_parameters.items():
-            name, shape = f"{prefix}.{packed}", getattr(module, packed).shape
+            name, shape = f"{family.experts_path(layer_id)}.{packed}", getattr(module, packed).shape
+            whole = next((f"{path}.{packed}" for path in paths if f"{path}.{packed}" in tensors), None)
             if not experts:
                 own[name] = torch.empty(shape, dtype=dtype)  # nothing to read
-            elif name in tensors:
-                own[name] = _ChosenExperts(tensors[name], experts, dtype)
+            elif whole is not None:
+                own[name] = _ChosenExperts(tensors[whole], whole, experts, shape, dtype)
+            elif not parts:
+                raise ValueError(f"the checkpoint lacks {name}; it is truncated or of another model")
             else:
-                keys = [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in experts]
-                own[name] = _PackedExperts(tensors, keys, shape, dtype)
+                path = next((path for path in paths if f"{path}.{experts[0]}.{parts[0]}" in tensors), paths[0])
+                own[name] = _PackedExperts(tensors, [[f"{path}.{expert}.{part}" for part in parts] for expert in experts], shape, dtype)
     return own
 
 
@@ -140,5 +154,6 @@ def own_shard_class(model_class: Any, family: MoEFamily, owned: Mapping[int, Seq
             load: Callable[..., Any] = model_class._load_pretrained_model
             return load(model, own, checkpoint_files, load_config, *args, **kwargs)
 
-    OwnShard.__name__, OwnShard.__qualname__ = model_class.__name__, model_class.__qualname__
+    for name in ("__name__", "__qualname__", "__module__"):  # Transformers looks the renaming of keys up by class
+        setattr(OwnShard, name, getattr(model_class, name))
     return OwnShard
