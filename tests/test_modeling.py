@@ -215,7 +215,7 @@ def test_contradicting_arguments_are_refused(kwargs: dict[str, Any], words: str)
 
 def test_unsupported_and_moe_less_models_are_refused_by_name(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2).save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match="'llama' is not supported; supported: qwen3_moe, deepseek_v2, deepseek_v3"):
+    with pytest.raises(ValueError, match="'llama' is not supported; supported: qwen3_moe, qwen2_moe, deepseek_v2,"):
         CAPMoEModel.from_pretrained(tmp_path / "llama")
     Qwen3MoeConfig(**SIZES, num_hidden_layers=2, num_key_value_heads=2, num_experts=8, mlp_only_layers=[0, 1]).save_pretrained(
         tmp_path / "dense"
