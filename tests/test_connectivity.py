@@ -236,7 +236,7 @@ import sys, cap_hf
 assert "numba" not in sys.modules  # loaded by those who search
 from numba.core import caching
 caching.CacheImpl._locator_classes = []
-from cap_hf.placement._compiled import compiled
+from cap_hf._compiled import compiled
 assert compiled(lambda x: x + 1)(2) == 3
 """
     subprocess.run([sys.executable, "-c", code], check=True)

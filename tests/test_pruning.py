@@ -6,6 +6,7 @@ ties and equalities are frequent and exact: the reference needs no tolerance.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -25,6 +26,15 @@ SOLVERS = ["greedy", "exact"]
 quick = settings(max_examples=60, deadline=None)
 
 
+@pytest.fixture(scope="module", autouse=True, params=["compiled loops", "tensor operations"])
+def _implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here holds for both; the second is what an accelerator runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "tensor operations":
+            patch.setattr(pruning, "_runs_compiled", lambda tensor: False)
+        yield
+
+
 @dataclass
 class Case:
     """Tokens of integer weights; ``threshold`` is exact, ``scale`` multiplies what the tested code sees."""
@@ -36,11 +46,12 @@ class Case:
     sources: list[int]
     threshold: Fraction
     scale: float = 1.0
+    hierarchical: bool = False
 
     def keep(self, solver: str = "greedy", dtype: torch.dtype = torch.float32) -> torch.Tensor:
         weights = (torch.tensor(self.weights, dtype=torch.float64) * self.scale).to(dtype)
         ids, ranks, sources = (torch.tensor(values) for values in (self.ids, self.expert_to_rank, self.sources))
-        return prune_devices(ids, weights, ranks, sources, self.topology, float(self.threshold), solver)
+        return prune_devices(ids, weights, ranks, sources, self.topology, float(self.threshold), solver, self.hierarchical)
 
     def ranks(self, token: int) -> dict[int, Fraction]:
         """Share of each distinct rank of one token."""
@@ -52,26 +63,28 @@ class Case:
             shares[rank] = shares.get(rank, Fraction(0)) + Fraction(w, total or 1)
         return shares
 
-    def cost(self, token: int, rank: int) -> Fraction:
+    def cost(self, token: int, ranks: set[int]) -> Fraction:
+        """Of visiting these ranks; hierarchically, each further rank of a node costs 1."""
         source, size = self.sources[token], self.topology.ranks_per_node
-        remote = Fraction(1) if source // size == rank // size else Fraction(self.topology.inter_node_cost).limit_denominator(1000)
-        return Fraction(0) if rank == source else remote
+        near = [rank for rank in ranks if rank // size == source // size and rank != source]
+        far = [rank for rank in ranks if rank // size != source // size]
+        full_price = len({rank // size for rank in far}) if self.hierarchical else len(far)
+        inter = Fraction(self.topology.inter_node_cost).limit_denominator(1000)
+        return len(near) + full_price * inter + (len(far) - full_price)
 
     def kept_ranks(self, token: int, keep: torch.Tensor) -> set[int]:
         return {self.expert_to_rank[i] for i, k in zip(self.ids[token], keep[token].tolist(), strict=True) if k}
 
 
 def greedy_reference(case: Case, token: int) -> set[int]:
-    """Own rank, then by share per cost, cheaper and lower ranks first among equals, until 1 - p is reached."""
+    """Own rank, then by share per added cost, cheaper and lower ranks first among equals, until 1 - p is reached."""
     shares, source = case.ranks(token), case.sources[token]
     if not any(shares.values()):
         return set(shares)
-    order = sorted(shares, key=lambda d: (d != source, -shares[d] / (case.cost(token, d) or 1), case.cost(token, d), d))
-    kept: set[int] = set()
-    for rank in order:
-        score = sum(shares[d] for d in kept)
-        if rank == source or score < 1 - case.threshold:
-            kept.add(rank)
+    kept = {source} & set(shares)
+    while sum(shares[d] for d in kept) < 1 - case.threshold:
+        added = {d: case.cost(token, kept | {d}) - case.cost(token, kept) for d in shares if d not in kept}
+        kept.add(min(added, key=lambda d: (-shares[d] / added[d], added[d], d)))
     return kept
 
 
@@ -80,10 +93,10 @@ def exact_reference(case: Case, token: int) -> set[int]:
     shares, source = case.ranks(token), case.sources[token]
     if not any(shares.values()):
         return set(shares)
-    order = sorted(shares, key=lambda d: (case.cost(token, d), d))
+    order = sorted(shares, key=lambda d: (case.cost(token, {d}), d))
     sets = [{d for bit, d in enumerate(order) if s >> bit & 1} | ({source} & set(order)) for s in range(1 << len(order))]
     enough = [ranks for ranks in sets if sum(shares[d] for d in ranks) >= 1 - case.threshold]
-    return min(enough, key=lambda ranks: (sum(case.cost(token, d) for d in ranks), -sum(shares[d] for d in ranks)))
+    return min(enough, key=lambda ranks: (case.cost(token, ranks), -sum(shares[d] for d in ranks)))
 
 
 def experts_reference(weights: list[int], threshold: Fraction) -> list[bool]:
@@ -113,6 +126,7 @@ def cases(draw: st.DrawFn) -> Case:
         sources=[draw(rank) for _ in range(num_tokens)],
         threshold=Fraction(draw(st.integers(1, 99)), 100),
         scale=draw(st.sampled_from([1.0, 1 / 3, 1e-4, 1e4, 2.0**-20])),
+        hierarchical=draw(st.booleans()),
     )
 
 
@@ -170,10 +184,25 @@ def test_exact_equals_brute_force(case):
 def test_exact_never_costs_more_and_equals_greedy_where_costs_are_equal(case):
     greedy, exact = case.keep("greedy"), case.keep("exact")
     for token in range(len(greedy)):
-        costs = [sum(case.cost(token, d) for d in case.kept_ranks(token, keep)) for keep in (exact, greedy)]
+        costs = [case.cost(token, case.kept_ranks(token, keep)) for keep in (exact, greedy)]
         assert costs[0] <= costs[1]
         if case.topology.inter_node_cost == 1:
             assert costs[0] == costs[1]
+
+
+def test_a_node_that_is_paid_for_makes_its_other_ranks_cost_one():
+    case = Case(Topology(4, 2, 3.0), [[0, 1, 2, 3]], [[90, 138, 420, 352]], [0, 1, 2, 3], [0], Fraction("0.15"))
+    # shares per cost: 0.140 for rank 2, 0.138 for rank 1, 0.117 for rank 3; 0.85 must stay
+    assert case.kept_ranks(0, case.keep()) == {0, 1, 2, 3}
+    case.hierarchical = True  # once rank 2 is paid for, rank 3 has 0.352 per cost, and both are enough
+    assert case.kept_ranks(0, case.keep()) == {0, 2, 3}
+
+
+def test_one_way_to_a_node_changes_the_cheapest_set():
+    case = Case(Topology(8, 2, 3.0), [[0, 1, 2, 3, 4]], [[10, 22, 22, 26, 20]], [0, 2, 3, 4, 6], [0], Fraction("0.46"))
+    assert case.kept_ranks(0, case.keep("exact")) == {0, 2, 4}  # two far ranks are enough; these have the largest share
+    case.hierarchical = True
+    assert case.kept_ranks(0, case.keep("exact")) == {0, 2, 3}  # 3 + 1 in one node; 3 + 3 in two
 
 
 def test_equal_costs_go_to_the_larger_share_also_where_cost_sums_round():
@@ -308,6 +337,7 @@ def test_exact_is_the_same_in_chunks(monkeypatch):
     weights, ids = torch.rand((100, 64), generator=random).topk(6, dim=1)
     arguments = (ids, weights, torch.arange(64) // 8, torch.arange(100) % 8, Topology(8, 4, 3.0), 0.3, "exact")
     whole = prune_devices(*arguments)
+    monkeypatch.setattr(pruning, "_runs_compiled", lambda tensor: False)
     monkeypatch.setattr(pruning, "_CHUNK_BYTES", 7 * pruning._BYTES_PER_SUBSET * 2**6)  # 7 tokens, and 2 in the last
     assert torch.equal(prune_devices(*arguments), whole)
 
@@ -371,6 +401,28 @@ def test_arguments_that_do_not_fit_are_refused(change, message):
     }
     with pytest.raises(ValueError, match=message):
         prune_devices(**{**arguments, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"expert_ids": torch.tensor([[0, 1], [2, 4]])}, "expert_ids of token 1 hold 4; they must be below 4"),
+        ({"expert_to_rank": torch.tensor([0, 1, 4, 3])}, r"expert_to_rank of expert 2 is 4; it must be in \[0, 4\)"),
+        ({"expert_to_rank": torch.tensor([0, -1, 2, 3])}, "expert_to_rank of expert 1 is -1"),
+        ({"source_rank": torch.tensor([0, 4])}, r"source_rank of token 1 is 4; it must be in \[0, 4\)"),
+        ({"source_rank": torch.tensor([-1, 1])}, "source_rank of token 0 is -1"),
+    ],
+)
+def test_values_out_of_range_are_refused_on_a_cpu(change, message, monkeypatch):
+    monkeypatch.setattr(pruning, "_runs_compiled", lambda tensor: True)
+    given = {
+        "expert_ids": torch.tensor([[0, 1], [2, 3]]),
+        "expert_weights": torch.full((2, 2), 0.5),
+        "expert_to_rank": torch.arange(4),
+        "source_rank": torch.tensor([0, 1]),
+    }
+    with pytest.raises(ValueError, match=message):
+        prune_devices(**(given | change), topology=Topology(4), threshold=0.3)
 
 
 def test_expert_scores_of_another_shape_are_refused():

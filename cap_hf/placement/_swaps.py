@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cap_hf.placement._compiled import compiled
+from cap_hf._compiled import compiled
 
 __all__ = [
     "State",

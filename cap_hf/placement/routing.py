@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cap_hf.placement._compiled import compiled
+from cap_hf._compiled import compiled
 from cap_hf.placement.connectivity import over_layers
 from cap_hf.topology import Topology
 from cap_hf.trace import RoutingTrace

@@ -1,4 +1,4 @@
-"""How the inner loops of placement are compiled."""
+"""How the inner loops of placement and of pruning on CPUs are compiled."""
 
 from __future__ import annotations
 
