@@ -47,6 +47,10 @@ class MoEFamily:
         """Module path of a layer's experts in the causal LM."""
         return f"{self.layers}.{layer_id}.{self.experts}"
 
+    def shared_experts_path(self, layer_id: int) -> str | None:
+        """Module path of a layer's shared experts in the causal LM."""
+        return self.shared_experts and f"{self.layers}.{layer_id}.{self.shared_experts}"
+
     def checkpoint_paths(self, layer_id: int) -> list[str]:
         """Prefixes that the keys of a layer's experts may have in a checkpoint."""
         return [

@@ -94,8 +94,9 @@ class CAPMoEModel(nn.Module):
             )
 
     def _connect_layers(self) -> None:
-        for layer, module in enumerate(self._experts()):
-            connect_layer(module, self._runtime, layer)
+        for layer, (layer_id, module) in enumerate(zip(self.layout.layer_ids.tolist(), self._experts(), strict=True)):
+            path = self.family.shared_experts_path(layer_id) if self.family.shared_follow else None
+            connect_layer(module, self._runtime, layer, self.model.get_submodule(path) if path else None)
 
     def _experts(self) -> list[Any]:
         """The experts modules, one per MoE layer."""

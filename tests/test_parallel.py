@@ -6,6 +6,7 @@ import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,10 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cap_hf import CAPConfig, CAPMoEModel, ExpertLayout, RoutingRecorder, Topology
 from cap_hf.families import family_of
 from cap_hf.models import EMBEDDED_MODELS, embedded_model
+from cap_hf.parallel.dispatch import Trip
 from cap_hf.parallel.groups import RankError, init_expert_group
 from cap_hf.parallel.loading import experts_module
 from cap_hf.recorder import record_texts
 
+LENGTHS = (24, 120)  # 18 and 90 KB of hidden states per rank
+TRIP_HOME = Trip.home
 HIDDEN, NUM_EXPERTS, NUM_LAYERS = 192, 64, 4  # of both embedded models; both keep 4 MoE layers
 TEXTS = [
     "The river rises in the hills north of the town and flows south for twelve miles.",
@@ -58,6 +62,18 @@ def layout_named(kind: str, name: str, num_ranks: int) -> ExpertLayout:
         "one rank": lambda: np.full(NUM_EXPERTS, num_ranks - 1),
     }
     return ExpertLayout(np.stack([rows[kind]() for _ in layer_ids]), Topology(num_ranks), layer_ids)
+
+
+def on_two_nodes(name: str) -> ExpertLayout:
+    """Two nodes of two ranks, eight times as dear to reach as the neighbour."""
+    layout = layout_named("permuted", name, 4)
+    return ExpertLayout(layout.expert_to_rank, Topology(4, 2, 8.0), layout.layer_ids)
+
+
+def rows_of(name: str, length: int) -> torch.Tensor:
+    """One row of text for each of four ranks, (4, length)."""
+    ids = tokenizer(name)(" ".join(TEXTS * 3))["input_ids"]
+    return torch.tensor([ids[row : row + length] for row in range(4)])
 
 
 def load(name: str, layout: ExpertLayout | None, **config: Any) -> CAPMoEModel:
@@ -109,6 +125,41 @@ def rank_pruned_logits(name: str, threshold: float, expected_file: str) -> float
     ids = torch.tensor([tokenizer(name)(" ".join(TEXTS))["input_ids"][row : row + 24] for row in range(group.size)])
     with torch.no_grad():
         return gap(model(input_ids=ids[group.rank : group.rank + 1]).logits[0], torch.load(expected_file)[group.rank])
+
+
+def rank_pruned_on_two_nodes(name: str, dispatch: str, folder: str) -> list[tuple[float, int]]:
+    """Two hosts of two ranks: differences to one process that plays them all, and collectives per layer, for short and long rows."""
+    group = init_expert_group()
+    model = load(name, on_two_nodes(name), pruning="device", prune_threshold=0.3, dispatch=dispatch)
+    found = []
+    for length in LENGTHS:
+        model.traffic.reset()
+        with torch.no_grad():
+            got = model(input_ids=rows_of(name, length)[group.rank : group.rank + 1]).logits[0]
+        want = torch.load(Path(folder, f"{length}.pt"))[group.rank]
+        found.append((gap(got, want), model.traffic.collectives // NUM_LAYERS))
+    return found
+
+
+def rank_shared_experts(name: str) -> dict[str, Any]:
+    """How often, and when, a layer's shared experts run."""
+    group = init_expert_group()
+    model, events = load(name, layout_named("permuted", name, group.size)), []
+    layer_id = int(model.layout.layer_ids[0])
+    shared = model.model.get_submodule(model.family.shared_experts_path(layer_id))
+    shared.up_proj.register_forward_hook(lambda *_: events.append("shared experts"))
+    hop, depart = type(model._runtime.hop), type(model._runtime.hop).depart
+    with mock.patch.object(hop, "depart", lambda *given: (depart(*given), events.append("rows left"))[0]), torch.no_grad():
+        with mock.patch.object(Trip, "home", lambda *given: (events.append("results"), TRIP_HOME(*given))[1]):
+            ids = own_ids(name, group.rank)
+            difference = gap(model(input_ids=ids).logits, plain(name)(input_ids=ids).logits)
+            inference, rest = events[:3], events.count("shared experts")
+            other = torch.randn(3, HIDDEN)
+            alone = gap(shared(other), plain(name).get_submodule(model.family.shared_experts_path(layer_id))(other))
+            model(input_ids=ids)
+            model.apply_layout(layout_named("uneven", name, group.size))
+            again = gap(model(input_ids=ids).logits, plain(name)(input_ids=ids).logits)
+    return {"differences": [difference, alone, again], "first": inference, "runs": rest, "all runs": events.count("shared experts")}
 
 
 def rank_layer_extremes(name: str) -> dict[str, float]:
@@ -288,6 +339,26 @@ def test_pruned_logits_equal_one_process_that_plays_all_ranks(rank_pool: Any, na
         assert (pruned - plain(name)(input_ids=ids).logits).abs().max() > 1e-3  # something was pruned
     torch.save(pruned, tmp_path / "expected.pt")
     assert max(rank_pool(size).run(rank_pruned_logits, name, 0.3, str(tmp_path / "expected.pt"))) <= 1e-5
+
+
+@pytest.mark.parametrize(("dispatch", "collectives"), [("auto", [2, 4]), ("flat", [2, 2]), ("hierarchical", [4, 4])])
+def test_pruning_on_two_nodes_depends_on_the_layout_alone(rank_pool: Any, dispatch: str, collectives: list[int], tmp_path: Path) -> None:
+    """"auto" sends short forwards straight to their ranks and long ones through the nodes, with the same pruning."""
+    name = EMBEDDED_MODELS[0]
+    virtual = load(name, on_two_nodes(name), pruning="device", prune_threshold=0.3, dispatch=dispatch)
+    with torch.no_grad():
+        for length in LENGTHS:
+            torch.save(virtual(input_ids=rows_of(name, length)).logits, tmp_path / f"{length}.pt")
+    for found in rank_pool(4).run(rank_pruned_on_two_nodes, name, dispatch, str(tmp_path)):
+        assert max(difference for difference, _ in found) <= 1e-5
+        assert [count for _, count in found] == collectives
+
+
+def test_shared_experts_run_once_and_while_rows_travel(rank_pool: Any) -> None:
+    for result in rank_pool(2).run(rank_shared_experts, "tiny_deepseek_v2"):
+        assert max(result["differences"]) <= 1e-5
+        assert result["first"] == ["rows left", "shared experts", "results"]
+        assert (result["runs"], result["all runs"]) == (1, 4)  # a call from elsewhere computes what it is given
 
 
 @pytest.mark.parametrize("name", EMBEDDED_MODELS)

@@ -27,6 +27,9 @@ __all__ = ["HOOK_NAME", "ExpertsRuntime", "RoutingObserver", "check_pruning", "c
 HOOK_NAME = "cap"  # under which the hook is registered with Transformers
 MAX_BOUNDED_TOKENS = 1 << 17
 """Tokens of all ranks in a forward above which sizes are exchanged, rather than room kept for the most that can come."""
+SMALL_FORWARD_BYTES = 1 << 16
+"""Hidden states per rank below which going through a node's ranks takes longer than the bytes it saves, on links from 0.1 to
+10 Gbit/s: it doubles the number of collectives."""
 
 
 class RoutingObserver(Protocol):
@@ -88,24 +91,31 @@ class ExpertsRuntime:
             raise interrupt
         return sum(voted for voted, _, _ in plans)
 
-    def bounds(self, top_k: int) -> tuple[Bounds | None, Bounds | None]:
+    def hop_in_node(self, row_bytes: int) -> Hop | None:
+        """The hop inside the node for this forward, whose rows take ``row_bytes`` each; None where rows go straight to their ranks."""
+        if self.config.dispatch == "auto" and self.num_tokens is not None:
+            if sum(self.num_tokens) * row_bytes < SMALL_FORWARD_BYTES * self.group.size:
+                return None
+        return self.node_hop
+
+    def bounds(self, top_k: int, node_hop: Hop | None) -> tuple[Bounds | None, Bounds | None]:
         """The most rows that a layer of this forward moves, among all ranks and inside the node; None where that is unknown."""
         if self.num_tokens is None or sum(self.num_tokens) > MAX_BOUNDED_TOKENS:
             return None, None
         me, tokens = self.group.rank, self.num_tokens
-        if self.node_hop is None:
+        if node_hop is None:
             passes = [rank != me for rank in range(self.group.size)]
         else:
             nodes = self.layout.topology.rank_to_node
             passes = [bool(nodes[rank] != nodes[me]) for rank in range(self.group.size)]
         outer = Bounds([n * other for n, other in zip(tokens, passes, strict=True)], [tokens[me] * other for other in passes], top_k)
-        if self.node_hop is None:
+        if node_hop is None:
             return outer, None
-        start = me // self.node_hop.group.size * self.node_hop.group.size
-        inside = tokens[start : start + self.node_hop.group.size]
+        start = me // node_hop.group.size * node_hop.group.size
+        inside = tokens[start : start + node_hop.group.size]
         most = [n + sum(tokens) - sum(inside) for n in inside]
-        others = [rank != self.node_hop.group.rank for rank in range(len(most))]
-        own = most[self.node_hop.group.rank]
+        others = [rank != node_hop.group.rank for rank in range(len(most))]
+        own = most[node_hop.group.rank]
         return outer, Bounds([n * other for n, other in zip(most, others, strict=True)], [own * other for other in others], top_k)
 
     @contextmanager
@@ -140,8 +150,36 @@ def check_pruning(config: CAPConfig, top_k: int) -> None:
         )
 
 
-def connect_layer(module: Any, shared: ExpertsRuntime, layer: int) -> None:
-    """Tell an experts module its place: MoE layer number ``layer``, and where each expert is, as buffers that follow the module."""
+class SharedAhead:
+    """Runs an MoE block's shared experts while rows travel, and gives the block the result when it asks for it.
+
+    Stands in for ``module.forward``. A block that asks with another input than was expected gets what it asked for.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.forward: Any = module.forward
+        self.given: torch.Tensor | None = None
+        self.result: torch.Tensor | None = None
+        module.forward = self
+
+    def run(self, hidden_TH: torch.Tensor) -> None:
+        """Compute ahead for these rows; without any there is nothing to ask for."""
+        if len(hidden_TH):
+            self.given, self.result = hidden_TH, self.forward(hidden_TH)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        given, result = self.given, self.result
+        self.given = self.result = None
+        if given is None or result is None or given.data_ptr() != hidden.data_ptr() or given.numel() != hidden.numel():
+            return self.forward(hidden)  # type: ignore[no-any-return]
+        return result.view(hidden.shape)
+
+
+def connect_layer(module: Any, shared: ExpertsRuntime, layer: int, follower: Any = None) -> None:
+    """Tell an experts module its place: MoE layer number ``layer``, and where each expert is, as buffers that follow the module.
+
+    ``follower`` is the module of the shared experts that the block runs next on the same rows.
+    """
     layout, device = shared.layout, next(module.parameters()).device
     slots = torch.arange(layout.num_experts)  # one process that plays all ranks holds every expert, in id order
     if not shared.is_virtual:
@@ -151,6 +189,9 @@ def connect_layer(module: Any, shared: ExpertsRuntime, layer: int) -> None:
     module.register_buffer("cap_expert_to_slot", slots.to(device), persistent=False)
     module.register_buffer("cap_expert_to_rank", torch.tensor(layout.expert_to_rank[layer], device=device), persistent=False)
     module.cap_runtime, module.cap_layer = shared, layer
+    module.cap_shared_ahead = None
+    if follower is not None and shared.group.size > 1:
+        module.cap_shared_ahead = follower.forward if isinstance(follower.forward, SharedAhead) else SharedAhead(follower)
 
 
 def run_without_tokens(module: Any, hidden_size: int, top_k: int) -> None:
@@ -171,7 +212,16 @@ def _keep(module: Any, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.
     if config.pruning == "expert":
         return prune_experts(weights_TK, config.prune_threshold)
     source, topology = shared.sources(len(ids_TK), ids_TK.device), shared.layout.topology
-    return prune_devices(ids_TK, weights_TK, module.cap_expert_to_rank, source, topology, config.prune_threshold, config.prune_solver)
+    return prune_devices(
+        ids_TK,
+        weights_TK,
+        module.cap_expert_to_rank,
+        source,
+        topology,
+        config.prune_threshold,
+        config.prune_solver,
+        hierarchical=is_hierarchical(config, topology),  # whatever way a small forward takes: batches do not change results
+    )
 
 
 def _renormalized(weights_TK: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -243,13 +293,16 @@ def _run_on_ranks(
     token_P = torch.arange(len(ids_TK), device=ids_TK.device).repeat_interleave(ids_TK.shape[1])
     work = Work(hidden_TH, token_P, ids_TK.flatten(), weights_TK.flatten())
     compute = partial(_run_local_experts, module)
-    bounds, node_bounds = shared.bounds(ids_TK.shape[1])
-    entry_TK = rank_TK if shared.node_hop is None else entry_ranks(rank_TK, shared.group.rank, num_ranks, ranks_per_node)
+    node_hop = shared.hop_in_node(hidden_TH.shape[1] * (shared.config.wire_dtype and 2 or hidden_TH.element_size()))
+    bounds, node_bounds = shared.bounds(ids_TK.shape[1], node_hop)
+    ahead = module.cap_shared_ahead
+    meanwhile = partial(ahead.run, hidden_TH) if ahead is not None and not torch.is_grad_enabled() else None
     with shared.exchange(module.cap_layer):
-        if shared.node_hop is None:
-            return run_flat(shared.hop, work, rank_TK.flatten(), bounds, compute)
+        if node_hop is None:
+            return run_flat(shared.hop, work, rank_TK.flatten(), bounds, compute, meanwhile)
+        entry_P = entry_ranks(rank_TK, shared.group.rank, num_ranks, ranks_per_node).flatten()
         place_of_expert = module.cap_expert_to_rank % ranks_per_node
-        return run_hierarchical(shared.hop, shared.node_hop, work, entry_TK.flatten(), place_of_expert, (bounds, node_bounds), compute)
+        return run_hierarchical(shared.hop, node_hop, work, entry_P, place_of_expert, (bounds, node_bounds), compute, meanwhile)
 
 
 ExpertsInterface.register(HOOK_NAME, cap_experts_forward)
