@@ -46,7 +46,12 @@ def keep_devices(  # type: ignore[no-untyped-def]
     ``ranks_per_node`` is 0 where a rank costs the same whatever else is visited.
     """
     top_k, num_ranks = id_TK.shape[1], len(cost_R)
-    stop_K, place_D, share_D = np.empty(top_k, np.int64), np.empty(top_k, np.int64), np.empty(top_k, np.int64)
+    stop_K, place_D, share_D, ratio_D = (
+        np.empty(top_k, np.int64),
+        np.empty(top_k, np.int64),
+        np.empty(top_k, np.int64),
+        np.empty(top_k, np.int64),
+    )
     cost_D, node_D, kept_D = np.empty(top_k, np.float32), np.empty(top_k, np.int64), np.empty(top_k, np.bool_)
     size = 1 << top_k if exact else 0
     share_S, cost_S = np.empty(size, np.int64), np.empty(size, np.float32)
@@ -91,7 +96,7 @@ def keep_devices(  # type: ignore[no-untyped-def]
         if exact:
             _exact(share_D, cost_D, node_D, num_stops, needed, tolerance, cost_tolerance, share_S, cost_S, kept_D)
         else:
-            _greedy(share_D, cost_D, node_D, num_stops, needed, tolerance, ranks_per_node > 0, kept_D)
+            _greedy(share_D, cost_D, node_D, num_stops, needed, tolerance, ranks_per_node > 0, ratio_D, kept_D)
         for k in range(top_k):
             keep_TK[t, k] = id_TK[t, k] >= 0 and kept_D[stop_K[k]]
     return -1
@@ -111,39 +116,39 @@ def _share(weight, total, one):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _greedy(share_D, cost_D, node_D, num_stops, needed, tolerance, by_node, kept_D):  # type: ignore[no-untyped-def]
-    """Keep stops by share per cost; ratios within ``tolerance`` of the next are tied."""
+def _greedy(share_D, cost_D, node_D, num_stops, needed, tolerance, by_node, ratio_D, kept_D):  # type: ignore[no-untyped-def]
+    """Keep stops by share per cost; ratios within ``tolerance`` of the next are tied. Kept ones have a ratio of -1."""
     kept = 0
     for d in range(num_stops):
-        if cost_D[d] == 0:
-            kept_D[d] = True
-            kept += share_D[d]
+        ratio_D[d] = -1 if cost_D[d] == 0 else _ratio(share_D[d], cost_D[d])
+        kept_D[d] = cost_D[d] == 0
+        kept += share_D[d] * kept_D[d]
     while kept < needed:
         low = np.int64(-1)
         for d in range(num_stops):
-            if not kept_D[d]:
-                low = max(low, _ratio(share_D[d], cost_D[d]))
+            low = max(low, ratio_D[d])
         if low < 0:
             return  # all stops are kept
         grows = True
         while grows:  # down the chain of ties
             grows = False
             for d in range(num_stops):
-                if not kept_D[d] and low - tolerance <= _ratio(share_D[d], cost_D[d]) < low:
-                    low, grows = _ratio(share_D[d], cost_D[d]), True
+                if max(low - tolerance, 0) <= ratio_D[d] < low:
+                    low, grows = ratio_D[d], True
         while kept < needed:
             best = -1
             for d in range(num_stops):
-                if not kept_D[d] and _ratio(share_D[d], cost_D[d]) >= low and (best < 0 or cost_D[d] < cost_D[best]):
+                if ratio_D[d] >= low and (best < 0 or cost_D[d] < cost_D[best]):
                     best = d
             if best < 0:
                 break
-            kept_D[best] = True
+            kept_D[best], ratio_D[best] = True, -1
             kept += share_D[best]
             if by_node:
                 for d in range(num_stops):
-                    if node_D[d] == node_D[best]:
+                    if node_D[d] == node_D[best] and not kept_D[d]:
                         cost_D[d] = min(cost_D[d], np.float32(1))
+                        ratio_D[d] = _ratio(share_D[d], cost_D[d])
                 break
 
 

@@ -112,9 +112,8 @@ def prune_devices(
     _check_threshold(threshold)
     _check_shapes(expert_ids, expert_weights, expert_to_rank, source_rank)
     _check_solver(solver, expert_ids.shape[1])
-    is_real_TK = expert_ids >= 0
     if threshold == 0 or topology.num_ranks == 1:
-        return is_real_TK
+        return expert_ids >= 0
     weight_TK = expert_weights.detach().float()
     expert_to_rank, source_rank = expert_to_rank.long(), source_rank.long()
     # a token with a score keeps one: at least one unit, however near to 1 the threshold is
@@ -133,6 +132,7 @@ def prune_devices(
             raise ValueError(_out_of_range(wrong, expert_ids, expert_to_rank, source_rank, topology))
         return keep_TK
     # without its weight, a pruned slot does no harm at the rank of expert 0
+    is_real_TK = expert_ids >= 0
     share_TK, is_scored_T1 = _shares(torch.where(is_real_TK, weight_TK, 0))
     pair_TK = source_rank[:, None] * topology.num_ranks + expert_to_rank[expert_ids.clamp(min=0).long()]
     stops = _stops(order_RR.take(pair_TK), share_TK, cost_R, ranks_per_node)
@@ -302,15 +302,15 @@ def _check_threshold(threshold: float) -> None:
 
 
 def _check_shapes(expert_ids: torch.Tensor, expert_weights: torch.Tensor, expert_to_rank: torch.Tensor, source_rank: torch.Tensor) -> None:
-    ids, weights, ranks, sources = (tuple(tensor.shape) for tensor in (expert_ids, expert_weights, expert_to_rank, source_rank))
+    ids, weights, ranks, sources = expert_ids.shape, expert_weights.shape, expert_to_rank.shape, source_rank.shape
     if len(ids) != 2:
-        raise ValueError(f"expert_ids has shape {ids}; it must be (tokens, experts per token)")
+        raise ValueError(f"expert_ids has shape {tuple(ids)}; it must be (tokens, experts per token)")
     if weights != ids:
-        raise ValueError(f"expert_weights has shape {weights}; it must equal that of expert_ids, {ids}")
+        raise ValueError(f"expert_weights has shape {tuple(weights)}; it must equal that of expert_ids, {tuple(ids)}")
     if len(ranks) != 1:
-        raise ValueError(f"expert_to_rank has shape {ranks}; it must be (experts,): pass one layer of the layout")
+        raise ValueError(f"expert_to_rank has shape {tuple(ranks)}; it must be (experts,): pass one layer of the layout")
     if sources != ids[:1]:
-        raise ValueError(f"source_rank has shape {sources}; it must hold the rank of each token, {ids[:1]}")
+        raise ValueError(f"source_rank has shape {tuple(sources)}; it must hold the rank of each token, {tuple(ids[:1])}")
 
 
 def _check_solver(solver: str, top_k: int) -> None:

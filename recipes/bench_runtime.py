@@ -176,8 +176,8 @@ def workloads(name: str, rank: int, size: int) -> Iterator[tuple[str, Callable[[
 
     def step(model: Any) -> dict[str, Any]:
         cache = DynamicCache(config=model.config)
-        model(input_ids=context[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return {"input_ids": context[:, -1:], "past_key_values": cache, "use_cache": True}
+        model(input_ids=context[:, :-1], cache=cache, use_cache=True, logits_to_keep=1)
+        return {"input_ids": context[:, -1:], "cache": cache, "use_cache": True}
 
     yield f"decode, {DECODE} sequences per rank", step
 
@@ -286,13 +286,14 @@ def measure_one(args: BenchArguments) -> list[dict[str, Any]]:
     """A single process: ours at p = 0 against plain Transformers, and what pruning costs in a layer."""
     results = []
     for name in args.models.split(","):
-        models = {"plain": full_model(name), "ours": CAPMoEModel(full_model(name)), "pruned": CAPMoEModel(full_model(name))}
+        models = {key: full_model(name) for key in ("plain", "plain again")}
+        models |= {key: CAPMoEModel(full_model(name)) for key in ("ours", "pruned")}
         pruned = models["pruned"]
         pruned.apply_layout(ExpertLayout.sequential(pruned.layout.num_layers, 64, Topology(8), pruned.layout.layer_ids))
         pruned.set_pruning("device", 0.3)
         clocks = {key: LayerClock(model) for key, model in models.items()}
         for words, make in workloads(name, 0, 1):
-            ratios, shares = [], []
+            ratios, noise, shares = [], [], []
             with torch.no_grad():
                 for turn in tqdm(range(-2, 5 * args.rounds), desc=f"one, {name}, {words}", unit="round"):
                     took, pruning = {}, KeepClock()
@@ -307,7 +308,9 @@ def measure_one(args: BenchArguments) -> list[dict[str, Any]]:
                             shares.append(pruning.seconds / clocks[key].num_layers / took[key])
                     if turn >= 0:
                         ratios.append(took["ours"] / took["plain"])
-            result = {"ratio": float(np.median(ratios)), "pruning_share": float(np.median(shares)), "plain_s": took["plain"]}
+                        noise.append(took["plain again"] / took["plain"])
+            result = {key: float(np.median(each)) for key, each in (("ratio", ratios), ("noise", noise), ("pruning_share", shares))}
+            result["plain_s"] = took["plain"]
             results.append({"part": "one", "model": name, "workload": words, **result})
     return results
 
@@ -349,6 +352,7 @@ def report(part: str, results: list[dict[str, Any]]) -> str:
                 "model": each["model"],
                 "workload": each["workload"],
                 "ours / plain grouped_mm": f"{each['ratio']:.3f}",
+                "plain / plain": f"{each['noise']:.3f}",
                 "pruning, share of a layer": f"{each['pruning_share']:.1%}",
                 "plain, ms per layer": f"{1e3 * each['plain_s']:.2f}",
             }
