@@ -113,8 +113,10 @@ class Hosts:
         line = next(line for line in table.splitlines() if line.strip().startswith(f"{INTERFACE}:"))
         return int(line.split(":")[1].split()[8])
 
-    def launch(self, ranks_per_host: int, script: Sequence[str], timeout_s: float = 600.0) -> str:
+    def launch(self, ranks_per_host: int, script: Sequence[str], timeout_s: float = 600.0, grace_s: float = GRACE_S) -> str:
         """Run a Python script on every host by ``accelerate launch``; returns the output of host 0.
+
+        Once a host has failed, the others have ``grace_s`` seconds left to end by themselves.
 
         Raises:
             RuntimeError: a host failed or took longer than ``timeout_s``; holds the end of its output.
@@ -130,7 +132,7 @@ class Hosts:
         try:
             while any(process.poll() is None for process in processes) and time.monotonic() < limit:
                 if any(process.poll() for process in processes):  # the others have their own limit, and no more to do
-                    limit = min(limit, time.monotonic() + GRACE_S)
+                    limit = min(limit, time.monotonic() + grace_s)
                 time.sleep(0.1)
             codes = [process.poll() for process in processes]
         finally:

@@ -49,4 +49,4 @@ def test_two_hosts_equal_plain_transformers_and_nodes_save_bytes(hosts: Hosts) -
 
 def test_a_failing_host_is_reported_with_its_words(hosts: Hosts) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)of 2 hosts failed.*this rank was asked to fail"):
-        hosts.launch(2, [SCRIPT, "3"], timeout_s=200)
+        hosts.launch(2, [SCRIPT, "3"], timeout_s=200, grace_s=2)
