@@ -1,4 +1,4 @@
-"""Pictures: co-activation before and after placement, and the trade-off between traffic and balance. Needs matplotlib."""
+"""Pictures: co-activation before and after placement, and the trade-off between traffic and balance, ladders. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cap_hf.layout import ExpertLayout
 from cap_hf.metrics import jaccard
 from cap_hf.trace import RoutingTrace
 
-__all__ = ["plot_coactivation", "plot_tradeoff"]
+__all__ = ["plot_coactivation", "plot_lines", "plot_tradeoff"]
 
 
 def _pyplot() -> Any:
@@ -64,23 +64,34 @@ def plot_tradeoff(series: Mapping[str, Sequence[tuple[float, float]]], path: str
         path: picture to write.
         chosen: a point to ring.
     """
+    labels = ("devices per token (less traffic to the left)", "load imbalance, busiest / mean (1 is perfect)")
+    plot_lines(series, path, *labels, ringed=None if chosen is None else ("chosen by measurement", chosen))
+
+
+def plot_lines(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    path: str | Path,
+    x_label: str,
+    y_label: str,
+    ringed: tuple[str, tuple[float, float]] | None = None,
+) -> None:
+    """Lines through points.
+
+    Args:
+        series: name -> points (x, y), joined in the order given.
+        path: picture to write.
+        ringed: name of a point, and the point to ring.
+    """
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(6.2, 4.4), layout="constrained")
     for (name, points), marker in zip(series.items(), "osD^vP*X<>" * len(series), strict=False):
         x, y = zip(*points, strict=True)
         axis.plot(x, y, marker=marker, linewidth=1.0, markersize=6, label=name)
-    if chosen is not None:
-        axis.plot(
-            *chosen,
-            marker="o",
-            markersize=15,
-            markerfacecolor="none",
-            markeredgecolor="black",
-            linestyle="none",
-            label="chosen by measurement",
-        )
-    axis.set_xlabel("devices per token (less traffic to the left)")
-    axis.set_ylabel("load imbalance, busiest / mean (1 is perfect)")
+    if ringed is not None:
+        ring = dict(marker="o", markersize=15, markerfacecolor="none", markeredgecolor="black", linestyle="none")
+        axis.plot(*ringed[1], label=ringed[0], **ring)
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=130)

@@ -46,7 +46,8 @@ WIDE = dict(
     vocab_size=512, hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64, num_experts=64,
     num_experts_per_tok=8, moe_intermediate_size=256, intermediate_size=256, norm_topk_prob=True,
 )  # fmt: skip
-THRESHOLDS = (0.1, 0.2, 0.3, 0.4)
+THRESHOLDS, RULES = (0.1, 0.2, 0.3, 0.4), ("expert", "device")
+PAIR_BYTES = 6  # of an expert id and its weight
 INTER_NODE_COST = 8.0  # of a row that leaves its host, against one that stays: what this benchmark tells placement and pruning
 
 
@@ -58,7 +59,7 @@ class BenchArguments:
     models: str = field(default="tiny_qwen3_moe,wide", metadata={"help": "tiny_qwen3_moe, tiny_deepseek_v2, wide (synthetic)"})
     rate: str = field(default="200mbit", metadata={"help": "of the link between the hosts, for the part 'link'"})
     rounds: int = field(default=7, metadata={"help": "forwards of every system, taken in turns"})
-    output_dir: str = field(default="build/bench_runtime", metadata={"help": "where results.json and the picture go"})
+    output_dir: str = field(default="build/bench_runtime", metadata={"help": "where results.json and the pictures of the ladders go"})
     measure: str = field(default="", metadata={"help": "internal: the part that this rank measures"})
     ranks_per_node: int = field(default=4, metadata={"help": "internal"})
 
@@ -151,6 +152,41 @@ class System:
     prepare: Callable[[], None] = lambda: None
 
 
+class LeastBytes:
+    """Watches forwards and counts what they have to send: a row to every distinct remote rank of a token, one back, and per
+    pair that leaves an id and a weight. Without headers of any kind.
+    """
+
+    def __init__(self, model: CAPMoEModel) -> None:
+        self._model, self.bytes = model, 0
+        self._row_bytes = int(model.config.hidden_size) * (2 if model.cap_config.wire_dtype else 4)
+
+    def begin_forward(self, *_: Any) -> None:
+        """Nothing to prepare."""
+
+    def end_forward(self, _: Any) -> None:
+        """Nothing to close."""
+
+    def observe(self, layer: int, expert_ids: torch.Tensor, _: torch.Tensor) -> None:
+        """Add one layer's decisions, (T, K) ids with -1 for pruned."""
+        rank_of = self._model.layout.expert_to_rank[layer]
+        for ids in expert_ids.tolist():
+            remote = [int(rank_of[expert]) for expert in ids if expert >= 0 and rank_of[expert] != self._model.group.rank]
+            self.bytes += 2 * self._row_bytes * len(set(remote)) + PAIR_BYTES * len(remote)
+
+
+def own_bytes(model: Any, arguments: dict[str, Any]) -> tuple[int, int]:
+    """What one forward of ours has to send for this rank's tokens, and what this rank gave to the collectives; 0 for a peer."""
+    if not isinstance(model, CAPMoEModel):
+        model(**arguments)
+        return 0, 0
+    model.traffic.reset()
+    model.attach(watching := LeastBytes(model))
+    model(**arguments)
+    model.detach(watching)
+    return watching.bytes, model.traffic.bytes_sent
+
+
 def bytes_on_wire() -> int:
     """Bytes this host has sent; 0 where it is no host of its own."""
     for line in Path("/proc/net/dev").read_text().splitlines():
@@ -187,11 +223,14 @@ def measured(systems: list[System], make: Callable[[Any], dict[str, Any]], round
     """Every system in turns: median over rounds of the slowest rank's seconds per layer, and bytes of all hosts in one forward."""
     group = init_expert_group()
     seconds = np.zeros((rounds, len(systems)))
-    sent = np.zeros(len(systems))
+    sent, least, payload = np.zeros((3, len(systems)))
     with torch.no_grad():
         for turn in tqdm(range(-1, rounds), desc=what, unit="round", disable=group.rank > 0):  # the first to warm up
             for index, system in enumerate(systems):
                 system.prepare()
+                if turn < 0:
+                    least[index], payload[index] = own_bytes(system.model, make(system.model))
+                    continue
                 arguments = make(system.model)
                 system.clock.per_layer()
                 group.all_gather(torch.zeros(1))
@@ -200,13 +239,18 @@ def measured(systems: list[System], make: Callable[[Any], dict[str, Any]], round
                 took = system.clock.per_layer()
                 group.all_gather(torch.zeros(1))
                 after = bytes_on_wire()
-                if turn >= 0:
-                    seconds[turn, index] = took
-                    sent[index] = after - before
+                seconds[turn, index] = took
+                sent[index] = after - before
     slowest = group.all_gather(torch.from_numpy(seconds)).amax(dim=0)
-    all_sent = group.all_gather(torch.from_numpy(sent)).sum(dim=0)
+    all_sent, all_least, all_payload = group.all_gather(torch.from_numpy(np.stack([sent, least, payload]))).sum(dim=0)
     return [
-        {"system": system.name, "seconds": float(slowest[:, index].median()), "bytes": float(all_sent[index])}
+        {
+            "system": system.name,
+            "seconds": float(slowest[:, index].median()),
+            "bytes": float(all_sent[index]),
+            "least_bytes": float(all_least[index]),
+            "payload_bytes": float(all_payload[index]),
+        }
         for index, system in enumerate(systems)
     ]
 
@@ -242,8 +286,7 @@ def our_systems(name: str, part: str, topology: Topology) -> list[System]:
         systems.insert(0, system("Default, p = 0, flat", default, dispatch="flat"))
         systems.append(system("learned layout, p = 0, flat", learned, dispatch="flat"))
     if part == "link":
-        systems += [system(f"expert pruning, p = {p}", default, "expert", p) for p in THRESHOLDS]
-        systems += [system(f"device pruning, p = {p}", learned, "device", p) for p in THRESHOLDS if p != 0.3]
+        systems += [system(f"{rule} pruning, p = {p}", learned, rule, p) for rule in RULES for p in THRESHOLDS]
     return systems
 
 
@@ -372,9 +415,25 @@ def report(part: str, results: list[dict[str, Any]]) -> str:
             row |= {"peer / this": f"{best_s / each['seconds']:.2f}", "our flat Default / this": f"{ours_s / each['seconds']:.2f}"}
             if each["bytes"]:
                 row |= {"bytes / token": f"{each['bytes'] / each['tokens']:,.0f}", "of the peer's": f"{each['bytes'] / best_bytes:.3f}"}
+                if part == "wire":  # elsewhere some rows stay on the host
+                    row |= {
+                        words: f"{each[key] / each['least_bytes']:.3f}" if each["least_bytes"] else ""
+                        for words, key in (("of rows, ids, weights", "bytes"), ("without headers", "payload_bytes"))
+                    }
             rows.append(row)
         sections.append(f"## {part}: {model}, {workload}\n\n{markdown_table(rows)}")
     return "\n\n".join(sections)
+
+
+def draw_ladders(results: list[dict[str, Any]], out: Path) -> None:
+    """Pictures of the time per layer against the threshold, one per model and workload."""
+    from cap_hf.plots import plot_lines
+
+    for model, workload in dict.fromkeys((each["model"], each["workload"]) for each in results):
+        ms = {each["system"]: 1e3 * each["seconds"] for each in results if (each["model"], each["workload"]) == (model, workload)}
+        unpruned = (0.0, ms["ours, learned layout, p = 0"])
+        series = {f"{rule} pruning": [unpruned, *((p, ms[f"ours, {rule} pruning, p = {p}"]) for p in THRESHOLDS)] for rule in RULES}
+        plot_lines(series, out / f"ladder_{model}_{workload.split(',')[0]}.png", "threshold p", "ms per MoE layer")
 
 
 def main() -> None:
@@ -393,8 +452,10 @@ def main() -> None:
         results = measure_one(args) if part == "one" else launched(args, part)
         everything += results
         print(f"\n{report(part, results)}", flush=True)
+        if part == "link":
+            draw_ladders(results, out)
         (out / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
-    print(f"\nwritten to {out}/results.json")
+    print(f"\nwritten to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}")
 
 
 if __name__ == "__main__":

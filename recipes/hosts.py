@@ -87,7 +87,7 @@ class Hosts:
         for interface in (INTERFACE, "lo"):
             _run(*inside, "link", "set", interface, "up")
         if self.rate is not None:
-            limit = ("root", "tbf", "rate", self.rate, "burst", "256kb", "latency", "400ms")
+            limit = ("root", "tbf", "rate", self.rate, "burst", "8kb", "latency", "400ms")
             _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, *limit)
             _run("tc", "qdisc", "add", "dev", outside, *limit)
 

@@ -40,7 +40,7 @@ def test_two_hosts_equal_plain_transformers_and_nodes_save_bytes(hosts: Hosts) -
     assert result["local_ranks"] == 2
     for dispatch in ("flat", "auto"):
         assert result[dispatch]["difference"] <= 1e-5
-        assert result[dispatch]["seconds"] >= (result[dispatch]["bytes"] - 2**18) / 25e6  # the link is limited; 256 KB may go at once
+        assert result[dispatch]["seconds"] >= (result[dispatch]["bytes"] - 2**13) / 25e6  # the link is limited; 8 KB may go at once
     rows = 2 * 128 * 4  # of both ranks and four layers; most of them go to the other host, and as many results come back
     assert rows * 768 < result["auto"]["bytes"] < 1.1 * (2 * rows * (768 + 8 * 6 + 9))
     assert result["auto"]["bytes"] < 0.8 * result["flat"]["bytes"]
