@@ -7,6 +7,8 @@ ranks int64, scores float32, places int32, costs float32, all contiguous.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cap_hf._compiled import compiled
@@ -15,7 +17,7 @@ __all__ = ["keep_devices", "keep_experts"]
 
 
 @compiled
-def keep_experts(weight_TK, least, one, keep_TK):  # type: ignore[no-untyped-def]
+def keep_experts(weight_TK: np.ndarray, least: int, one: int, keep_TK: np.ndarray) -> None:
     """``prune_experts`` into ``keep_TK``: slots stay from where the share of a slot and all worse ones is ``least`` or more."""
     top_k = weight_TK.shape[1]
     slots = np.empty(top_k, np.int64)
@@ -38,9 +40,21 @@ def keep_experts(weight_TK, least, one, keep_TK):  # type: ignore[no-untyped-def
 
 
 @compiled
-def keep_devices(  # type: ignore[no-untyped-def]
-    id_TK, weight_TK, rank_E, source_T, place_RR, cost_R, ranks_per_node, needed, one, tolerance, cost_tolerance, exact, keep_TK
-):
+def keep_devices(
+    id_TK: np.ndarray,
+    weight_TK: np.ndarray,
+    rank_E: np.ndarray,
+    source_T: np.ndarray,
+    place_RR: np.ndarray,
+    cost_R: np.ndarray,
+    ranks_per_node: int,
+    needed: int,
+    one: int,
+    tolerance: int,
+    cost_tolerance: float,
+    exact: bool,
+    keep_TK: np.ndarray,
+) -> int:
     """``prune_devices`` into ``keep_TK``; returns the first token with an id, rank or source out of range, or -1.
 
     ``ranks_per_node`` is 0 where a rank costs the same whatever else is visited.
@@ -103,7 +117,7 @@ def keep_devices(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _total(weight_K):  # type: ignore[no-untyped-def]
+def _total(weight_K: np.ndarray) -> Any:
     total = np.float32(0)
     for weight in weight_K:
         total += weight
@@ -111,12 +125,22 @@ def _total(weight_K):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _share(weight, total, one):  # type: ignore[no-untyped-def]
+def _share(weight: Any, total: Any, one: int) -> Any:
     return np.int64(np.rint(weight / total * np.float32(one)))
 
 
 @compiled
-def _greedy(share_D, cost_D, node_D, num_stops, needed, tolerance, by_node, ratio_D, kept_D):  # type: ignore[no-untyped-def]
+def _greedy(
+    share_D: np.ndarray,
+    cost_D: np.ndarray,
+    node_D: np.ndarray,
+    num_stops: int,
+    needed: int,
+    tolerance: int,
+    by_node: bool,
+    ratio_D: np.ndarray,
+    kept_D: np.ndarray,
+) -> None:
     """Keep stops by share per cost; ratios within ``tolerance`` of the next are tied. Kept ones have a ratio of -1."""
     kept = 0
     for d in range(num_stops):
@@ -153,12 +177,23 @@ def _greedy(share_D, cost_D, node_D, num_stops, needed, tolerance, by_node, rati
 
 
 @compiled
-def _ratio(share, cost):  # type: ignore[no-untyped-def]
+def _ratio(share: Any, cost: Any) -> Any:
     return np.int64(np.float32(share) / cost)
 
 
 @compiled
-def _exact(share_D, cost_D, node_D, num_stops, needed, tolerance, cost_tolerance, share_S, cost_S, kept_D):  # type: ignore[no-untyped-def]
+def _exact(
+    share_D: np.ndarray,
+    cost_D: np.ndarray,
+    node_D: np.ndarray,
+    num_stops: int,
+    needed: int,
+    tolerance: int,
+    cost_tolerance: float,
+    share_S: np.ndarray,
+    cost_S: np.ndarray,
+    kept_D: np.ndarray,
+) -> None:
     """The cheapest subset with ``needed``; of equals the larger share, then the first in binary order."""
     share_S[0], cost_S[0] = 0, 0
     cheapest = np.float32(np.inf)

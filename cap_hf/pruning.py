@@ -282,9 +282,7 @@ def _subset_costs(stops: _Stops) -> torch.Tensor:
     return costs_ST
 
 
-def _out_of_range(
-    token: int, expert_ids: torch.Tensor, expert_to_rank: torch.Tensor, source_rank: torch.Tensor, topology: Topology
-) -> str:
+def _out_of_range(token: int, expert_ids: torch.Tensor, expert_to_rank: torch.Tensor, source_rank: torch.Tensor, topology: Topology) -> str:
     """What is wrong with a token that the compiled loop stopped at."""
     source, highest = int(source_rank[token]), int(expert_ids[token].max())
     if not 0 <= source < topology.num_ranks:

@@ -149,16 +149,17 @@ def rank_shared_experts(name: str) -> dict[str, Any]:
     shared = model.model.get_submodule(model.family.shared_experts_path(layer_id))
     shared.up_proj.register_forward_hook(lambda *_: events.append("shared experts"))
     hop, depart = type(model._runtime.hop), type(model._runtime.hop).depart
-    with mock.patch.object(hop, "depart", lambda *given: (depart(*given), events.append("rows left"))[0]), torch.no_grad():
-        with mock.patch.object(Trip, "home", lambda *given: (events.append("results"), TRIP_HOME(*given))[1]):
-            ids = own_ids(name, group.rank)
-            difference = gap(model(input_ids=ids).logits, plain(name)(input_ids=ids).logits)
-            inference, rest = events[:3], events.count("shared experts")
-            other = torch.randn(3, HIDDEN)
-            alone = gap(shared(other), plain(name).get_submodule(model.family.shared_experts_path(layer_id))(other))
-            model(input_ids=ids)
-            model.apply_layout(layout_named("uneven", name, group.size))
-            again = gap(model(input_ids=ids).logits, plain(name)(input_ids=ids).logits)
+    departing = mock.patch.object(hop, "depart", lambda *given: (depart(*given), events.append("rows left"))[0])
+    returning = mock.patch.object(Trip, "home", lambda *given: (events.append("results"), TRIP_HOME(*given))[1])
+    with departing, returning, torch.no_grad():
+        ids = own_ids(name, group.rank)
+        difference = gap(model(input_ids=ids).logits, plain(name)(input_ids=ids).logits)
+        inference, rest = events[:3], events.count("shared experts")
+        other = torch.randn(3, HIDDEN)
+        alone = gap(shared(other), plain(name).get_submodule(model.family.shared_experts_path(layer_id))(other))
+        model(input_ids=ids)
+        model.apply_layout(layout_named("uneven", name, group.size))
+        again = gap(model(input_ids=ids).logits, plain(name)(input_ids=ids).logits)
     return {"differences": [difference, alone, again], "first": inference, "runs": rest, "all runs": events.count("shared experts")}
 
 
@@ -343,7 +344,7 @@ def test_pruned_logits_equal_one_process_that_plays_all_ranks(rank_pool: Any, na
 
 @pytest.mark.parametrize(("dispatch", "collectives"), [("auto", [2, 4]), ("flat", [2, 2]), ("hierarchical", [4, 4])])
 def test_pruning_on_two_nodes_depends_on_the_layout_alone(rank_pool: Any, dispatch: str, collectives: list[int], tmp_path: Path) -> None:
-    """"auto" sends short forwards straight to their ranks and long ones through the nodes, with the same pruning."""
+    """ "auto" sends short forwards straight to their ranks and long ones through the nodes, with the same pruning."""
     name = EMBEDDED_MODELS[0]
     virtual = load(name, on_two_nodes(name), pruning="device", prune_threshold=0.3, dispatch=dispatch)
     with torch.no_grad():

@@ -93,9 +93,9 @@ class ExpertsRuntime:
 
     def hop_in_node(self, row_bytes: int) -> Hop | None:
         """The hop inside the node for this forward, whose rows take ``row_bytes`` each; None where rows go straight to their ranks."""
-        if self.config.dispatch == "auto" and self.num_tokens is not None:
-            if sum(self.num_tokens) * row_bytes < SMALL_FORWARD_BYTES * self.group.size:
-                return None
+        small = SMALL_FORWARD_BYTES * self.group.size
+        if self.config.dispatch == "auto" and self.num_tokens is not None and sum(self.num_tokens) * row_bytes < small:
+            return None
         return self.node_hop
 
     def bounds(self, top_k: int, node_hop: Hop | None) -> tuple[Bounds | None, Bounds | None]:
@@ -171,7 +171,7 @@ class SharedAhead:
         given, result = self.given, self.result
         self.given = self.result = None
         if given is None or result is None or given.data_ptr() != hidden.data_ptr() or given.numel() != hidden.numel():
-            return self.forward(hidden)  # type: ignore[no-any-return]
+            return self.forward(hidden)
         return result.view(hidden.shape)
 
 
