@@ -94,43 +94,44 @@ class PeakMemory:
 
 
 def own_share(blocks: np.ndarray, rank: int, size: int, batch_size: int) -> list[torch.Tensor]:
-    """Batches (B, S) of this rank's part of ``blocks`` (n, S); every rank gets the same number of full batches.
-
-    Raises:
-        ValueError: too few blocks for one batch per rank.
-    """
-    per_rank = len(blocks) // (size * batch_size)
-    if per_rank == 0:
-        raise ValueError(
-            f"{len(blocks)} blocks of text for {size} ranks and batches of {batch_size}; give {size * batch_size} blocks or more"
-        )
-    own = torch.from_numpy(blocks[: per_rank * size * batch_size]).view(per_rank, size, batch_size, -1)[:, rank]
-    return list(own)
+    """This rank's batches (B, S) of ``blocks`` (n, S), dealt in turns: some ranks may get one fewer, one a shorter last one."""
+    return list(torch.from_numpy(blocks).split(batch_size)[rank::size]) if len(blocks) else []
 
 
-def _check_batches(model: CAPMoEModel, batches: Sequence[torch.Tensor], shortest: int) -> None:
-    """Ranks that ran different numbers of forwards would wait for each other for ever."""
-    counts = model.group.all_gather(torch.tensor([len(batches)])).flatten().tolist()
-    if min(counts) == 0 or len(set(counts)) > 1:
-        raise ValueError(f"the ranks have {counts} batches; each needs 1 or more, all equally many: use own_share")
+def _tokens_of_all_ranks(model: CAPMoEModel, batches: Sequence[torch.Tensor], shortest: int) -> int:
+    """Tokens in all ranks' batches; refuses, on every rank, sequences under ``shortest`` and a run without any batch."""
     with model.group.all_or_none():
-        length = min(batch.shape[1] for batch in batches)
+        length = min((batch.shape[1] for batch in batches), default=shortest)
         if length < shortest:
             raise ValueError(f"a batch has sequences of {length} tokens; {shortest} or more are needed")
+    tokens = int(model.group.all_gather(torch.tensor([sum(batch.numel() for batch in batches)])).sum())
+    if tokens == 0:
+        raise ValueError("no rank has a batch; give 1 or more to at least one of them")
+    return tokens
 
 
 def time_forward(model: CAPMoEModel, batches: Sequence[torch.Tensor], repeats: int = 3) -> float:
-    """Seconds for one pass over ``batches``: median over ``repeats`` of the slowest rank, after one warm-up batch."""
-    _check_batches(model, batches, shortest=1)
+    """Seconds until every rank is through its ``batches``: median over ``repeats`` after one warm-up batch.
+
+    Ranks may have different numbers of batches, none included.
+
+    Raises:
+        ValueError: on every rank, if no rank has a batch.
+    """
+    _tokens_of_all_ranks(model, batches, shortest=1)
     seconds = []
-    with torch.no_grad():
-        model(input_ids=batches[0], use_cache=False, logits_to_keep=1)
-        for _ in range(repeats):
-            model.group.all_gather(torch.zeros(1))  # start together
-            start = time.perf_counter()
-            for batch in batches:
+
+    def run(own: Sequence[torch.Tensor]) -> None:
+        with model.joined(), torch.no_grad():
+            for batch in own:
                 model(input_ids=batch, use_cache=False, logits_to_keep=1)
-            seconds.append(time.perf_counter() - start)
+
+    run(batches[:1])
+    for _ in range(repeats):
+        model.group.all_gather(torch.zeros(1))  # start together
+        start = time.perf_counter()
+        run(batches)
+        seconds.append(time.perf_counter() - start)
     slowest = model.group.all_gather(torch.tensor(seconds, dtype=torch.float64)).amax(dim=0)
     return float(slowest.median())
 
@@ -143,10 +144,10 @@ def profile_layouts(
     Args:
         model: a live model; layouts are applied to it one after the other.
         layouts: candidates, a spectrum for one.
-        batches: this rank's token ids, each (B, S); the number of batches must agree between ranks.
+        batches: this rank's token ids, each (B, S); ranks may have different numbers of them, none included.
     """
     timings = []
-    tokens = sum(batch.numel() for batch in batches) * model.group.size
+    tokens = _tokens_of_all_ranks(model, batches, shortest=1)
     for layout in tqdm(list(layouts), desc="profiling layouts", unit="layout", disable=not progress or model.group.rank > 0):
         model.apply_layout(layout)
         seconds = time_forward(model, batches, repeats)
@@ -157,16 +158,18 @@ def profile_layouts(
 def evaluate_held_out(model: CAPMoEModel, batches: Sequence[torch.Tensor], timed_batches: int = 4, progress: bool = True) -> HeldOutResult:
     """Perplexity, traffic, balance, speed and memory of the model as it is now, on this rank's ``batches``, each (B, S).
 
+    Ranks may have different numbers of batches, none included.
+
     Raises:
-        ValueError: on every rank, for no batch, numbers of batches that differ, or sequences of fewer than 2 tokens.
+        ValueError: on every rank, if no rank has a batch or a sequence has fewer than 2 tokens.
     """
     from cap_hf.recorder import RoutingRecorder
 
     group, traffic = model.group, model.traffic
-    _check_batches(model, batches, shortest=2)
+    _tokens_of_all_ranks(model, batches, shortest=2)
     traffic.reset()
     loss_sum, num_predicted = 0.0, 0
-    with PeakMemory() as memory, RoutingRecorder(model) as recorder, torch.no_grad():
+    with PeakMemory() as memory, RoutingRecorder(model) as recorder, model.joined(), torch.no_grad():
         for batch in tqdm(batches, desc="held-out text", unit="batch", disable=not progress or group.rank > 0, leave=False):
             logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
             loss_sum += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"))
@@ -181,6 +184,7 @@ def evaluate_held_out(model: CAPMoEModel, batches: Sequence[torch.Tensor], timed
         owner = np.concatenate([np.arange(len(batch)) % num_ranks for batch in batches])[trace.token_to_request]
         rows_sent = remote_rows_per_token(trace.expert_ids, model.layout.expert_to_rank, num_ranks, owner).sum() * all_tokens
     timed = batches[:timed_batches]
+    timed_tokens = _tokens_of_all_ranks(model, timed, shortest=1)
     seconds = time_forward(model, timed)
     return HeldOutResult(
         perplexity=math.exp(loss / predicted),
@@ -188,7 +192,7 @@ def evaluate_held_out(model: CAPMoEModel, batches: Sequence[torch.Tensor], timed
         load_imbalance=metrics.load_imbalance,
         bytes_per_token=bytes_sent / all_tokens if group.size > 1 else None,
         rows_per_token=float(rows_sent / all_tokens / model.layout.num_layers),
-        tokens_per_s=sum(batch.numel() for batch in timed) * group.size / seconds,
+        tokens_per_s=timed_tokens / seconds,
         peak_memory_bytes=[int(value) for value in per_rank[:, -1].tolist()],
         trace=trace,
     )

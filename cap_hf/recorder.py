@@ -58,8 +58,6 @@ class RoutingRecorder:
         self._num_requests = 0
         self._rows_of_cache: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
         self._forward: _Forward | None = None
-        self.paused = False
-        """Forwards run while this is set are not recorded: those that only keep other ranks company."""
         self.num_tokens = 0
         """Tokens recorded so far on this rank."""
 
@@ -78,8 +76,6 @@ class RoutingRecorder:
             ValueError: the cache holds positions that were not recorded.
         """
         self._forward = None
-        if self.paused:
-            return
         batch_size = len(recorded)
         if past_length == 0:
             rows = torch.arange(self._num_requests, self._num_requests + batch_size)
@@ -159,13 +155,12 @@ def record_texts(
         if isinstance(texts, str):
             raise ValueError(f"texts is one string of {len(texts)} characters; give a list of texts")
         requests = _tokenized(model, tokenizer, texts, num_tokens)
-    steps = -(-len(requests) // (batch_size * group.size))
-    with RoutingRecorder(model) as recorder, torch.no_grad():
-        for step in tqdm(range(steps), desc="recording routing", unit="batch", disable=not progress or group.rank > 0 or steps < 3):
-            start = (step * group.size + group.rank) * batch_size
-            batch = requests[start : start + batch_size]
-            recorder.paused = not batch  # a rank without texts left keeps the others company
-            model(**_padded(batch or requests[:1], model.device), use_cache=False, logits_to_keep=1)
+    own = range(group.rank * batch_size, len(requests), group.size * batch_size)
+    quiet = not progress or group.rank > 0 or len(own) < 3
+    with RoutingRecorder(model) as recorder:
+        with model.joined(), torch.no_grad():
+            for start in tqdm(own, desc="recording routing", unit="batch", disable=quiet):
+                model(**_padded(requests[start : start + batch_size], model.device), use_cache=False, logits_to_keep=1)
         return recorder.trace()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import RanksFailed
@@ -20,6 +22,7 @@ from cap_hf.models import EMBEDDED_MODELS, embedded_model
 from cap_hf.parallel.groups import RankError, init_expert_group
 from cap_hf.parallel.loading import experts_module
 from cap_hf.profiler import evaluate_held_out
+from cap_hf.recorder import record_texts
 
 NAME = EMBEDDED_MODELS[0]
 
@@ -295,13 +298,40 @@ def rank_other_layouts(where: str) -> str:
     return "no error"
 
 
-def rank_uneven_batches() -> str:
+def rank_uneven_batches(counts: list[int]) -> tuple[float, int, float]:
+    """Held-out perplexity and tokens of ``counts[rank]`` batches, and what plain Transformers says of all ranks' batches."""
     rank = init_expert_group().rank
+    shares = [[own_ids(NAME, each)[:, step:] for step in range(count)] for each, count in enumerate(counts)]
+    result = evaluate_held_out(load(NAME, layout_named("uneven", NAME, len(counts))), shares[rank], timed_batches=1, progress=False)
+    loss = predicted = 0.0
+    with torch.no_grad():
+        for ids in [batch for share in shares for batch in share]:
+            count = ids[:, 1:].numel()
+            loss, predicted = loss + float(plain(NAME)(input_ids=ids, labels=ids).loss) * count, predicted + count
+    return result.perplexity, result.trace.num_tokens, math.exp(loss / predicted)
+
+
+def rank_no_batches() -> str:
     try:
-        evaluate_held_out(load(NAME, None), [own_ids(NAME, 0)] * (1 + rank), progress=False)
+        evaluate_held_out(load(NAME, None), [], progress=False)
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+def rank_texts_in_uneven_shares(num_texts: int) -> tuple[list[int], list[int], bool]:
+    """Lengths recorded, lengths expected by rank, and whether the ids are those of one process."""
+    group = init_expert_group()
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model(NAME))
+    texts = [f"Text number {number} has some words. " * (1 + number) for number in range(num_texts)]
+    trace = record_texts(load(NAME, layout_named("permuted", NAME, group.size)), tokenizer, texts, batch_size=2, progress=False)
+    batches = [texts[start : start + 2] for start in range(0, num_texts, 2)]
+    dealt = [text for rank in range(group.size) for batch in batches[rank :: group.size] for text in batch]
+    lengths = [len(tokenizer(text)["input_ids"]) for text in dealt]
+    with torch.no_grad():
+        ids = torch.tensor([tokenizer(dealt[0])["input_ids"]])
+        want = plain(NAME)(input_ids=ids, output_router_logits=True).router_logits[0].softmax(-1).topk(trace.top_k).indices
+    return trace.request_lengths.tolist(), lengths, np.array_equal(np.sort(trace.expert_ids[0, : lengths[0]]), np.sort(want.numpy()))
 
 
 @pytest.mark.parametrize("case", ["plain", "guidance", "static cache", "chunked prefill", "beams", "no cache", "early exit"])
@@ -402,8 +432,19 @@ def test_layouts_that_differ_between_ranks_are_refused_on_all(rank_pool: Any, wh
     assert len(set(messages)) == 1 and "the layout's fingerprint differs between ranks (rank 0: " in messages[0]
 
 
-def test_uneven_numbers_of_batches_are_refused_on_all(rank_pool: Any) -> None:
-    assert (
-        rank_pool(2).run(rank_uneven_batches)
-        == ["the ranks have [1, 2] batches; each needs 1 or more, all equally many: use own_share"] * 2
-    )
+@pytest.mark.parametrize("counts", [[1, 2], [0, 2], [2, 0, 0, 1]])
+def test_ranks_may_have_different_numbers_of_batches(rank_pool: Any, counts: list[int]) -> None:
+    tokens = sum((rank + 1) * (9 + 3 * rank - step) for rank, count in enumerate(counts) for step in range(count))
+    for perplexity, recorded, want in rank_pool(len(counts)).run(rank_uneven_batches, counts):
+        assert perplexity == pytest.approx(want, rel=1e-5)
+        assert recorded == tokens
+
+
+def test_no_batch_on_any_rank_is_refused_on_all(rank_pool: Any) -> None:
+    assert rank_pool(2).run(rank_no_batches) == ["no rank has a batch; give 1 or more to at least one of them"] * 2
+
+
+@pytest.mark.parametrize("num_texts", [1, 3, 7])
+def test_texts_are_recorded_once_whatever_their_number(rank_pool: Any, num_texts: int) -> None:
+    for lengths, want, same_ids in rank_pool(2).run(rank_texts_in_uneven_shares, num_texts):
+        assert lengths == want and same_ids

@@ -11,13 +11,14 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cap_hf import CAPConfig, CAPMoEModel, ExpertLayout, RoutingRecorder, Topology
 from cap_hf.families import family_of
 from cap_hf.models import EMBEDDED_MODELS, embedded_model
 from cap_hf.parallel.dispatch import Trip
-from cap_hf.parallel.groups import RankError, init_expert_group
+from cap_hf.parallel.groups import ExpertGroup, RankError, init_expert_group
 from cap_hf.parallel.loading import experts_module
 from cap_hf.recorder import record_texts
 
@@ -280,6 +281,31 @@ def rank_record_few_texts(name: str) -> list[int]:
     return trace.request_lengths.tolist()
 
 
+def in_grouped_mm(event: Any) -> bool:
+    """Whether a profiled operation runs inside the grouped matrix product, whose CPU version alone reads its offsets."""
+    return event is not None and ("grouped_mm" in event.name or in_grouped_mm(event.cpu_parent))
+
+
+def rank_host_reads(name: str, dispatch: str) -> tuple[int, int]:
+    """Of one forward where sizes cannot be bounded (as on NCCL): lists of sizes that the host reads, and whatever else it reads."""
+    model, sizes, tolist = load(name, on_two_nodes(name), dispatch=dispatch), [], torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        sizes.append(tensor.shape)
+        return tolist(tensor)
+
+    with (
+        mock.patch.object(ExpertGroup, "takes_bounds", lambda *_: False),
+        mock.patch.object(torch.Tensor, "tolist", counted),
+        mock.patch.object(type(model._runtime), "agree", lambda *_: 1),  # once per forward, not per layer
+        profile(activities=[ProfilerActivity.CPU]) as seen,
+        torch.no_grad(),
+    ):
+        model(input_ids=own_ids(name, init_expert_group().rank))
+    waiting = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim")
+    return len(sizes), sum(event.name in waiting and not in_grouped_mm(event) for event in seen.events())
+
+
 def rank_error(name: str, what: str, folder: str) -> str:
     """Provoke one kind of bad input; every rank must raise, and the group must still work afterwards."""
     group = init_expert_group()
@@ -360,6 +386,13 @@ def test_shared_experts_run_once_and_while_rows_travel(rank_pool: Any) -> None:
         assert max(result["differences"]) <= 1e-5
         assert result["first"] == ["rows left", "shared experts", "results"]
         assert (result["runs"], result["all runs"]) == (1, 4)  # a call from elsewhere computes what it is given
+
+
+@pytest.mark.parametrize(("dispatch", "per_layer"), [("flat", 1), ("hierarchical", 2)])
+@pytest.mark.parametrize("name", EMBEDDED_MODELS)
+def test_the_host_waits_for_a_device_once_per_hop(rank_pool: Any, name: str, dispatch: str, per_layer: int) -> None:
+    """Whatever else asked a device for a value would wait for everything queued on it."""
+    assert rank_pool(4).run(rank_host_reads, name, dispatch) == [(per_layer * NUM_LAYERS, 0)] * 4
 
 
 @pytest.mark.parametrize("name", EMBEDDED_MODELS)
