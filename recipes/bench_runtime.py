@@ -11,12 +11,13 @@ model, tokens and ranks, one after the other in every round of one run. Parts:
 - ``link``: two hosts of two ranks each with 200 Mbit/s between them; time per MoE layer, and ladders over the threshold.
 - ``one``: a single rank against plain Transformers, and the share of pruning in a layer's time.
 
-Hardware: 2 CPU cores; ``wire`` and ``link`` need Linux and root for network namespaces. About 12 minutes in all.
+Hardware: 2 CPU cores; ``wire`` and ``link`` need Linux and root for network namespaces. About 27 minutes in all.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -188,7 +189,9 @@ def own_bytes(model: Any, arguments: dict[str, Any]) -> tuple[int, int]:
 
 
 def bytes_on_wire() -> int:
-    """Bytes this host has sent; 0 where it is no host of its own."""
+    """Bytes this host has sent, told by the first of its ranks; 0 for the others, and where it is no host of its own."""
+    if int(os.environ["LOCAL_RANK"]) > 0:
+        return 0
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.strip().startswith(f"{INTERFACE}:"):
             return int(line.split(":")[1].split()[8])
@@ -449,6 +452,7 @@ def main() -> None:
         if part in ("wire", "link") and (reason := reason_against_hosts()):
             print(f"part {part} skipped: {reason}")
             continue
+        print(f"\nmeasuring part {part} ...", flush=True)
         results = measure_one(args) if part == "one" else launched(args, part)
         everything += results
         print(f"\n{report(part, results)}", flush=True)
