@@ -85,6 +85,7 @@ class CAPMoEModel(nn.Module):
         self.training = model.training
         self._runtime = runtime
         self._generating_with_pad: int | None = None
+        self._played: int | None = None
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward, always_call=True)
         self._connect_layers()
@@ -272,6 +273,32 @@ class CAPMoEModel(nn.Module):
             elif not runtime.lane.progress.broken:
                 self._keep_company()
 
+    @contextmanager
+    def playing(self, rank: int) -> Iterator[None]:
+        """One process that plays all ranks: every row of a batch belongs to ``rank`` inside, as if that rank ran it.
+
+        Raises:
+            ValueError: a rank that the layout does not have, or a process that is a rank itself.
+        """
+        if self.group.size > 1 or not 0 <= rank < self.layout.num_ranks:
+            raise ValueError(f"playing rank {rank}: one process can play 0 to {self.layout.num_ranks - 1}, {self.group.size} run here")
+        outer, self._played = self._played, rank
+        try:
+            yield
+        finally:
+            self._played = outer
+
+    @contextmanager
+    def unpruned(self) -> Iterator[None]:
+        """No pruning of this rank's tokens inside; inside ``joined`` too, and whatever the others do meanwhile."""
+        runtime = self._runtime
+        config = runtime.config
+        runtime.config = config.replace(pruning="none", prune_threshold=0.0)
+        try:
+            yield
+        finally:
+            runtime.config = config
+
     def _refuse_inside_joined(self, what: str) -> None:
         if self._runtime.joined:
             raise RuntimeError(f"{what} needs every rank at the same step, but inside joined they may differ; call it outside")
@@ -343,6 +370,8 @@ class CAPMoEModel(nn.Module):
         batch_size, length = tokens.shape[:2]
         if runtime.is_virtual:
             owners = torch.arange(batch_size, device=tokens.device) % runtime.layout.num_ranks
+            if self._played is not None:
+                owners.fill_(self._played)
             runtime.source_rank = owners.repeat_interleave(length)
         if runtime.observers:
             mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")

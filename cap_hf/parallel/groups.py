@@ -6,6 +6,7 @@ Letters: ``R`` ranks. One process without a launcher is a group of one and needs
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import time
@@ -232,6 +233,14 @@ class ExpertGroup:
                 text = json.dumps(make()).encode()
         received = self.gather_rows(torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8))
         return json.loads(received.numpy().tobytes())
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON-ready value, by rank, on every rank."""
+        text = json.dumps(value).encode()
+        lengths = self.all_gather(torch.tensor(len(text))).tolist()
+        received = self.gather_rows(torch.frombuffer(bytearray(text), dtype=torch.uint8)).cpu().numpy().tobytes()
+        ends = list(itertools.accumulate(lengths))
+        return [json.loads(received[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:

@@ -1,0 +1,221 @@
+"""One model over tasks and thresholds: records with resume, then tables and pictures.
+
+``evaluate`` answers every task at p = 0 first, then at each (rule, threshold), and writes one record per pair; what a
+record rests on is hashed into it, so that a run that was interrupted goes on where it ended, and only there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cap_hf._files import read_json, write_json
+from cap_hf.config import CAPConfig
+from cap_hf.evaluation.lm import CapLM
+from cap_hf.evaluation.tasks import EvalTask, check_tasks, load_task
+from cap_hf.modeling import CAPMoEModel
+from cap_hf.report import provenance
+
+__all__ = ["Setting", "evaluate", "settings_of"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One pruning rule at one threshold."""
+
+    rule: str
+    threshold: float
+
+    def __str__(self) -> str:
+        return f"{self.rule}, p = {self.threshold:g}" if self.threshold else "p = 0"
+
+
+def settings_of(rules: Sequence[str], thresholds: Sequence[float]) -> list[Setting]:
+    """p = 0 first, then every rule at every threshold.
+
+    Raises:
+        ValueError: a threshold outside [0, 1), or a rule other than "expert" and "device".
+    """
+    for rule in rules:
+        if rule not in ("expert", "device"):
+            raise ValueError(f"pruning rule {rule!r} is unknown; choose expert, device or both")
+    for threshold in thresholds:
+        CAPConfig(pruning="device", prune_threshold=threshold)
+    above = sorted({threshold for threshold in thresholds if threshold > 0})
+    return [Setting("none", 0.0), *(Setting(rule, threshold) for rule in dict.fromkeys(rules) for threshold in above)]
+
+
+def evaluate(
+    model: CAPMoEModel,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    settings: Sequence[Setting],
+    out: Path,
+    limit: int | None = None,
+    data_dir: Path | None = None,
+    batch_size: int = 8,
+    allow_code: bool = False,
+    divergence: bool = True,
+    model_name: str = "",
+) -> list[dict[str, Any]]:
+    """Records of every task at every setting, on every rank; every rank must call with the same.
+
+    Args:
+        settings: p = 0 first, see ``settings_of``.
+        out: folder for records, task files and data; on several hosts a shared one.
+        limit: documents per task, MMLU: per subject; None takes all.
+        data_dir: local benchmark files; None reads the Hub's.
+        batch_size: rows per forward.
+        allow_code: run model-written programs (HumanEval) in the sandbox.
+        divergence: compare next-token distributions with p = 0, at one more forward per scored batch.
+        model_name: what the records call the model.
+
+    Raises:
+        ValueError: an unknown task, bad data, a limit below 1.
+    """
+    check_tasks(tasks, allow_code)
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be 1 or more documents, or left out for all")
+    group = model.group
+    lm = CapLM(model, tokenizer, batch_size)
+    loaded = [load_task(name, data_dir, out, lm.max_length, group) for name in tasks]
+    work = {task.name: _units(lm, task, limit) for task in loaded}
+    records = []
+    with tqdm(total=sum(work.values()) * len(settings) // group.size, unit="request", disable=group.rank > 0) as bar:
+        lm.progress = bar.update
+        for task in loaded:
+            for setting in settings:
+                bar.set_description(f"{task.name}, {setting}")
+                path = out / "records" / f"{task.name.replace('/', '_')}__{setting.rule}_{setting.threshold:g}.json"
+                key = _key(model, task, setting, limit, batch_size, divergence, model_name)
+                record = group.from_first(partial(_finished, path, key))
+                if record is None:
+                    model.set_pruning(setting.rule, setting.threshold)
+                    record = {"key": key, **_record(lm, task, setting, limit, divergence)}
+                    group.from_first(partial(write_json, path, "eval_record", record))
+                else:
+                    bar.update(work[task.name] // group.size)
+                records.append(record)
+    model.set_pruning("none")
+    return records
+
+
+def _key(
+    model: CAPMoEModel, task: EvalTask, setting: Setting, limit: int | None, batch_size: int, divergence: bool, model_name: str
+) -> str:
+    """Hash of all that a record depends on."""
+    config = model.cap_config
+    options = (
+        config.prune_solver,
+        config.renormalize,
+        config.wire_dtype,
+        str(model.dtype),
+        batch_size,
+        divergence and setting.threshold > 0,
+    )
+    what = (model_name, model.layout.fingerprint, task.name, task.checksum, task.notes, setting.rule, setting.threshold, limit, options)
+    return hashlib.sha256(json.dumps([*what, provenance()["versions"]]).encode()).hexdigest()[:16]
+
+
+def _finished(path: Path, key: str) -> dict[str, Any] | None:
+    """The record of an earlier run, if it rests on the same."""
+    try:
+        record = read_json(path, "eval_record")
+    except ValueError:
+        return None
+    return record if record.get("key") == key else None
+
+
+def _units(lm: CapLM, task: EvalTask, limit: int | None) -> int:
+    """Requests of one task at one setting, as the progress bar counts them."""
+    total = 0
+    for subtask in task.subtasks.values():
+        documents = [document for _, document in subtask.doc_iterator(limit=limit)]
+        if subtask.OUTPUT_TYPE == "loglikelihood_rolling":
+            total += sum(-(-len(lm.tok_encode(subtask.doc_to_target(document))) // lm.max_length) for document in documents)
+        else:
+            total += (4 if subtask.OUTPUT_TYPE == "multiple_choice" else 2) * len(documents)
+    return total
+
+
+def _record(lm: CapLM, task: EvalTask, setting: Setting, limit: int | None, divergence: bool) -> dict[str, Any]:
+    """What one task gives at one setting."""
+    import lm_eval
+
+    with lm.measuring(divergence and setting.threshold > 0):
+        results = lm_eval.evaluate(
+            lm,
+            {"tasks": task.subtasks, "groups": {}, "group_map": {}},
+            limit=limit,
+            bootstrap_iters=0,
+            confirm_run_unsafe_code=task.runs_code,
+        )
+        items: dict[str, Any] = {}
+        for name, samples in results["samples"].items():
+            for sample in samples:
+                _add(items, f"{name}/{sample['doc_id']}", sample)
+        _score_references(lm, task, results["samples"], items)
+        gaps, routing = lm.divergences(), lm.meter.means()
+        truncated = sum(lm.wrapped.group.gather_json(lm.truncated))
+    return {
+        "task": task.name,
+        "rule": setting.rule,
+        "threshold": setting.threshold,
+        "items": items,
+        "divergence": gaps,
+        "routing": routing,
+        "truncated": truncated,
+        "notes": list(task.notes),
+        "checksum": task.checksum,
+    }
+
+
+def _add(items: dict[str, Any], key: str, sample: dict[str, Any]) -> None:
+    """One sample of the harness: a filter's view of one document."""
+    item = items.setdefault(key, {"answer": "", "scores": {}})
+    filter_name = sample["filter"]
+    for name in sample["metrics"]:
+        if not isinstance(sample[name], tuple | list):  # of texts, the pairs that perplexities are made from
+            item["scores"][name if filter_name in ("none", "create_test") else filter_name] = float(sample[name])
+    responses = sample["filtered_resps"]
+    if isinstance(sample["target"], int) and len(responses) > 1:  # log-likelihood of each choice
+        values = [value for value, _ in responses]
+        item["answer"] = str(values.index(max(values)))
+        item |= {"loglikelihood": values[sample["target"]], "tokens": 1}
+    elif isinstance(responses[0], float):
+        item |= {"loglikelihood": responses[0], "words": sample["word_perplexity"][1]}
+    else:
+        item["answer"] += f"{filter_name}: {responses[0]}\n"
+
+
+def _score_references(lm: CapLM, task: EvalTask, samples: dict[str, Any], items: dict[str, Any]) -> None:
+    """Log-likelihoods of the reference answers of generating tasks, and tokens of all references that were scored."""
+    from lm_eval.api.instance import Instance
+
+    requests = []
+    for name, views in samples.items():
+        subtask, seen = task.subtasks[name], set()
+        for sample in views:
+            key = f"{name}/{sample['doc_id']}"
+            if key in seen:
+                continue
+            seen.add(key)
+            if subtask.OUTPUT_TYPE == "loglikelihood_rolling":
+                items[key]["tokens"] = len(lm.tok_encode(sample["arguments"][0][0]))
+            elif subtask.OUTPUT_TYPE == "multiple_choice":
+                items[key]["tokens"] = 1
+            else:
+                reference = sample["doc"].get("canonical_solution") or f" {sample['target']}"
+                items[key]["tokens"] = len(lm.tok_encode(reference, add_special_tokens=False))
+                requests.append(
+                    Instance("loglikelihood", sample["doc"], (sample["arguments"][0][0], reference), 0, (name, sample["doc_id"], 1))
+                )
+    for request, (value, _) in zip(requests, lm.loglikelihood(requests) if requests else [], strict=True):
+        items[f"{request.task_name}/{request.doc_id}"]["loglikelihood"] = value

@@ -1,0 +1,107 @@
+"""Evaluation against the threshold: data that is checked, answers as the stock harness gives them, measures in closed form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cap_hf.evaluation.data import prepare
+from cap_hf.evaluation.lm import owners_of
+from cap_hf.evaluation.measures import measures, paired_change, sign_test
+from cap_hf.evaluation.run import Setting, settings_of
+from cap_hf.evaluation.tasks import check_tasks
+
+
+def record(*items: tuple[str, float, float, int], divergence: list[list[float]] | None = None) -> dict[str, object]:
+    made = {
+        str(number): {"answer": answer, "scores": {"acc": score}, "loglikelihood": value, "tokens": tokens}
+        for number, (answer, score, value, tokens) in enumerate(items)
+    }
+    return {"items": made, "divergence": divergence or []}
+
+
+def test_measures_of_four_items() -> None:
+    before = record(("a", 1, -1.0, 1), ("b", 0, -2.0, 2), ("c", 1, -3.0, 3), ("d", 1, -4.0, 4))
+    after = record(("a", 1, -2.0, 1), ("x", 0, -2.0, 2), ("y", 0, -3.0, 3), ("z", 0, -4.0, 4), divergence=[[0.5, 1], [1.0, 2]])
+    result = measures(after, before)
+    assert result["acc"] == 0.25 and result["acc_flips"] == 0.5 and result["changed"] == 0.75
+    assert result["acc_stderr"] == pytest.approx(0.25) and result["acc_p_value"] == pytest.approx(0.5)
+    assert result["nats_per_token"] == pytest.approx(1.1) and result["nats_per_token_change"] == pytest.approx(0.1)
+    assert result["divergence"] == pytest.approx(0.5)
+
+
+def test_nothing_changed_is_no_evidence() -> None:
+    same = record(("a", 1, -1.0, 1), ("b", 0, -2.0, 2))
+    result = measures(same, same)
+    assert result["acc_flips"] == 0 and result["acc_p_value"] == 1 and result["nats_per_token_p_value"] == 1
+
+
+def test_records_of_other_items_are_refused() -> None:
+    with pytest.raises(ValueError, match="1 items cannot be compared with 2 others"):
+        measures(record(("a", 1, -1.0, 1)), record(("a", 1, -1.0, 1), ("b", 0, -2.0, 2)))
+
+
+def test_the_paired_test_holds_its_level_and_sees_a_real_change() -> None:
+    draw, tokens = np.random.default_rng(0), np.full(50, 10.0)
+    values = [paired_change(draw.normal(0.0, 1.0, 50), tokens)["p_value"] for _ in range(400)]
+    assert 0.02 < np.mean([value is not None and value < 0.05 for value in values]) < 0.09
+    real = paired_change(draw.normal(1.0, 1.0, 50), tokens)
+    assert real["p_value"] is not None and real["p_value"] < 1e-4 and real["change"] == pytest.approx(0.1, abs=0.05)
+
+
+def test_sign_test_of_five_against_none() -> None:
+    assert sign_test(5, 0) == pytest.approx(2 / 32) and sign_test(0, 0) == 1
+
+
+def test_settings_begin_with_no_pruning() -> None:
+    assert settings_of(["device"], [0.3, 0.1, 0.1]) == [Setting("none", 0.0), Setting("device", 0.1), Setting("device", 0.3)]
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
+        settings_of(["device"], [1.0])
+    with pytest.raises(ValueError, match="'node' is unknown"):
+        settings_of(["node"], [0.1])
+
+
+def test_unknown_repeated_and_unsafe_tasks_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown task 'mmul'"):
+        check_tasks(["mmul"], False)
+    with pytest.raises(ValueError, match="named 2 times"):
+        check_tasks(["gsm8k", "gsm8k"], False)
+    with pytest.raises(ValueError, match="--run-generated-code"):
+        check_tasks(["humaneval"], False)
+    check_tasks(["humaneval", "text:python"], True)
+
+
+def test_all_requests_of_a_document_go_to_one_rank() -> None:
+    requests = [SimpleNamespace(task_name=task, doc_id=doc) for task in "ab" for doc in range(2) for _ in range(4)]
+    assert owners_of(requests, 3) == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4
+
+
+def test_a_malformed_row_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    good = json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n"
+    (folder / "train.jsonl").write_text(good)
+    for bad, words in (
+        ('{"question": "q"}', r"test.jsonl, row 2: no field 'answer'"),
+        ('{"question": "q", "answer": "2"}', r"row 2, field 'answer'.*####"),
+        ("{", r"row 2: not JSON"),
+    ):
+        (folder / "test.jsonl").write_text(good + bad + "\n")
+        with pytest.raises(ValueError, match=words):
+            prepare("gsm8k", None, tmp_path, tmp_path / "out")
+    (folder / "test.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"test.jsonl is missing"):
+        prepare("gsm8k", None, tmp_path, tmp_path / "out")
+
+
+def test_an_mmlu_answer_must_be_an_index(tmp_path: Path) -> None:
+    for split in ("dev", "test"):
+        (tmp_path / "mmlu" / split).mkdir(parents=True)
+        path = tmp_path / "mmlu" / split / f"anatomy_{split}.csv"
+        path.write_text("question,choice0,choice1,choice2,choice3,answer\nq,a,b,c,d,B\n")
+    with pytest.raises(ValueError, match=r"anatomy_dev.csv, row 2, field 'answer': 'B' is no index from 0 to 3"):
+        prepare("mmlu", None, tmp_path, tmp_path / "out")
