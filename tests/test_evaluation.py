@@ -88,7 +88,7 @@ def test_a_malformed_row_is_named(tmp_path: Path) -> None:
     for bad, words in (
         ('{"question": "q"}', r"test.jsonl, row 2: no field 'answer'"),
         ('{"question": "q", "answer": "2"}', r"row 2, field 'answer'.*####"),
-        ("{", r"row 2: not JSON"),
+        ("{", r"row 2: no JSON object"),
     ):
         (folder / "test.jsonl").write_text(good + bad + "\n")
         with pytest.raises(ValueError, match=words):

@@ -77,12 +77,10 @@ def deny_system_calls() -> None:
     checked(libc.prctl(22, 2, header, 0, 0), "seccomp")  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
-def allow_reading_only(readable: list[str]) -> bool:
-    """A Landlock rule set: files below ``readable`` can be read, nothing else opened; False where the kernel has none."""
+def allow_reading_only(readable: list[str]) -> None:
+    """A Landlock rule set: files below ``readable`` can be read, nothing else opened."""
     create, add, restrict = 444, 445, 446
-    version = libc.syscall(create, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
-    if version < 1:
-        return False
+    version = checked(libc.syscall(create, None, ctypes.c_size_t(0), ctypes.c_uint32(1)), "landlock")
     rights = (1 << {1: 13, 2: 14}.get(version, 15 if version < 5 else 16)) - 1  # of files and folders, all that this version knows
     rules = ctypes.create_string_buffer(struct.pack("Q", rights), 8)
     handle = checked(libc.syscall(create, rules, ctypes.c_size_t(8), ctypes.c_uint32(0)), "landlock")
@@ -93,16 +91,15 @@ def allow_reading_only(readable: list[str]) -> bool:
         os.close(folder)
     checked(libc.syscall(restrict, handle, ctypes.c_uint32(0)), "landlock")
     os.close(handle)
-    return True
 
 
-def become(uid: int, confined: bool) -> None:
-    """Give up root for good. ``confined``: file modes need not protect files, and may not hide Python's own library."""
-    checked(libc.prctl(8, int(confined), 0, 0, 0), "capabilities")  # PR_SET_KEEPCAPS
+def become(uid: int) -> None:
+    """Give up root for good, but for reading: under Landlock that reaches Python's own library only, wherever it is."""
+    checked(libc.prctl(8, 1, 0, 0, 0), "capabilities")  # PR_SET_KEEPCAPS
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    kept = 1 << 2 if confined else 0  # CAP_DAC_READ_SEARCH
+    kept = 1 << 2  # CAP_DAC_READ_SEARCH
     header, sets = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", kept, kept, 0, 0, 0, 0)
     checked(libc.capset(header, sets), "capabilities")
 
@@ -117,11 +114,9 @@ def main() -> None:
 
     try:
         checked(libc.prctl(38, 1, 0, 0, 0), "no new privileges")  # PR_SET_NO_NEW_PRIVS
-        confined = allow_reading_only(task["readable"])
+        allow_reading_only(task["readable"])
         if task["uid"] is not None:
-            become(task["uid"], confined)
-        elif not confined:
-            raise OSError(errno.ENOSYS, "Landlock is not in this kernel, and there is no other user to run as")
+            become(task["uid"])
         checked(libc.prctl(1, 9, 0, 0, 0), "death with the parent")  # PR_SET_PDEATHSIG, SIGKILL
         for limit, value in (
             (resource.RLIMIT_CPU, int(task["seconds"]) + 1),

@@ -6,7 +6,6 @@ Every row is checked before anything is evaluated; an error names the file and t
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cap_hf.corpora import CORPORA, load_texts
+from cap_hf.corpora import CORPORA, json_lines, load_texts
 
-__all__ = ["SUBJECTS_FILE_SUFFIX", "LocalData", "prepare"]
+__all__ = ["LocalData", "prepare"]
 
-SUBJECTS_FILE_SUFFIX = {"dev": "_dev.csv", "test": "_test.csv"}
 Row = dict[str, Any]
 
 
@@ -93,18 +91,6 @@ def _text(value: Any) -> str:
     return value
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}, row {number}: not JSON ({error})") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); fetch it again") from error
-
-
 def _gsm8k(data_dir: Path) -> dict[str, dict[str, list[Row]]]:
     def answer(value: Any) -> str:
         if "####" not in _text(value):
@@ -113,7 +99,7 @@ def _gsm8k(data_dir: Path) -> dict[str, dict[str, list[Row]]]:
 
     paths = {split: _file(data_dir / "gsm8k" / f"{split}.jsonl", "gsm8k") for split in ("train", "test")}
     fields = {"question": _text, "answer": answer}
-    return {"main": {split: list(_rows(path, _json_lines(path), fields)) for split, path in paths.items()}}
+    return {"main": {split: list(_rows(path, (row for (row,) in json_lines(path)), fields)) for split, path in paths.items()}}
 
 
 def _humaneval(data_dir: Path | None) -> Iterator[Row]:
@@ -124,7 +110,7 @@ def _humaneval(data_dir: Path | None) -> Iterator[Row]:
 
         path = _file(Path(HUMAN_EVAL), "humaneval")
     fields = dict.fromkeys(("task_id", "prompt", "canonical_solution", "test", "entry_point"), _text)
-    return _rows(path, _json_lines(path), fields)
+    return _rows(path, (row for (row,) in json_lines(path)), fields)
 
 
 def _mmlu(data_dir: Path) -> dict[str, dict[str, list[Row]]]:
@@ -134,10 +120,7 @@ def _mmlu(data_dir: Path) -> dict[str, dict[str, list[Row]]]:
             f"mmlu: {data_dir / 'mmlu' / 'test'} holds no <subject>_test.csv; give another --data-dir, or none to read the Hub's"
         )
     return {
-        subject: {
-            split: list(_mmlu_rows(_file(data_dir / "mmlu" / split / f"{subject}{suffix}", "mmlu")))
-            for split, suffix in SUBJECTS_FILE_SUFFIX.items()
-        }
+        subject: {split: list(_mmlu_rows(_file(data_dir / "mmlu" / split / f"{subject}_{split}.csv", "mmlu"))) for split in ("dev", "test")}
         for subject in subjects
     }
 
