@@ -243,6 +243,15 @@ def rank_learns_from_the_first() -> list[Any]:
     return ["no error"]
 
 
+def rank_gathers_values_of_any_length() -> list[Any]:
+    group = init_expert_group()
+    return group.gather_json(["é" * group.rank, {"rank": group.rank}])
+
+
+def test_gathered_values_come_in_rank_order(rank_pool: Any) -> None:
+    assert rank_pool(4).run(rank_gathers_values_of_any_length) == [[["é" * rank, {"rank": rank}] for rank in range(4)]] * 4
+
+
 def rank_fits_in_a_limited_time() -> tuple[list[str], bool]:
     """A search that runs out of time ends differently on every rank, so that they must share the first one's."""
     group = init_expert_group()

@@ -142,6 +142,24 @@ def test_pruning_uses_the_rank_that_plays_the_row() -> None:
     assert (ours == -1).any()
 
 
+def test_playing_a_rank_and_running_unpruned() -> None:
+    """Each row alone, played by the rank that it had in the batch, prunes as in the batch; without pruning, as plain."""
+    name = EMBEDDED_MODELS[0]
+    model = load(name, layout=interleaved(name, 4), pruning="device", prune_threshold=0.6)
+    same = batch(name)[:1].expand(4, -1)
+    with torch.no_grad():
+        together = model(input_ids=same).logits
+        assert not torch.allclose(together[0], together[1], atol=1e-2)  # the rank matters
+        for rank in range(4):
+            with model.playing(rank):
+                torch.testing.assert_close(model(input_ids=same[:1]).logits[0], together[rank], atol=1e-4, rtol=1e-4)
+        with model.unpruned():
+            torch.testing.assert_close(model(input_ids=same).logits, load(name)(input_ids=same).logits)
+        torch.testing.assert_close(model(input_ids=same).logits, together)  # and back
+    with pytest.raises(ValueError, match="playing rank 4: one process can play 0 to 3"), model.playing(4):
+        pass
+
+
 def test_renormalising_scales_each_token_back_to_its_own_sum() -> None:
     name = EMBEDDED_MODELS[1]  # gates that do not sum to 1
     model = load(name, layout=interleaved(name, 4), pruning="device", prune_threshold=0.4, renormalize=True)
