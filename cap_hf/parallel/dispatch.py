@@ -9,7 +9,7 @@ row enters a node once, and one inside the node.
 
 A hop is two collectives. Each message is [sizes | rows | weights | expert ids | pairs of each row]; on gloo the receiver
 keeps room for the most that can come, so that sizes need no message of their own. Where that does not work (NCCL) or the
-most is not known (training), an exchange of sizes goes before.
+most is not known (training), one exchange of sizes goes before, for both hops of a layer, and the host waits for it once.
 """
 
 from __future__ import annotations
@@ -55,6 +55,14 @@ class Bounds:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """(rows, pairs) for each rank of a group and from each, the own one included."""
+
+    out: Sequence[list[int]]
+    into: Sequence[list[int]]
+
+
+@dataclass(frozen=True)
 class Routes:
     """Pairs grouped into rows, one per row and destination: this rank's own first, the others by rank, then by row."""
 
@@ -77,7 +85,7 @@ class _Grouping:
     sizes_R2: torch.Tensor
     """(rows, pairs) for each rank, int32."""
 
-    def finish(self, sizes_R2: list[list[int]]) -> Routes:
+    def finish(self, sizes_R2: Sequence[list[int]]) -> Routes:
         num_rows, num_pairs = ([size[column] for size in sizes_R2] for column in (0, 1))
         pair_P, row_P = self.pair_P[: sum(num_pairs)], self.row_P[: sum(num_pairs)]
         place_P = self.begins_row_P[: sum(num_pairs)].cumsum(0) - 1
@@ -130,7 +138,13 @@ def entry_ranks(rank_TK: torch.Tensor, me: int, num_ranks: int, ranks_per_node: 
 
 
 def run_flat(
-    hop: Hop, work: Work, rank_P: torch.Tensor, bounds: Bounds | None, compute: Compute, meanwhile: Callable[[], None] | None = None
+    hop: Hop,
+    work: Work,
+    rank_P: torch.Tensor,
+    bounds: Bounds | None,
+    compute: Compute,
+    meanwhile: Callable[[], None] | None = None,
+    sizes: Sizes | None = None,
 ) -> torch.Tensor:
     """Every row straight to each of its ranks; sums of the results, (V, H).
 
@@ -140,8 +154,9 @@ def run_flat(
         bounds: the most that can come from each rank; None exchanges sizes first. Given on all ranks or on none.
         compute: this rank's experts.
         meanwhile: something to do while rows travel.
+        sizes: of the messages, where they are known; nothing is exchanged before the rows then.
     """
-    trip = hop.depart(work, rank_P, bounds)
+    trip = hop.depart(work, rank_P, bounds, sizes)
     if meanwhile is not None:
         meanwhile()
     if trip.bytes_sent >= _OVERLAP_BYTES:
@@ -169,12 +184,25 @@ def run_hierarchical(
         place_of_expert: (E,) rank of each expert within its node.
         bounds: for the outer and the inner hop.
     """
-    trip = outer.depart(work, entry_P, bounds[0])
+    size, inner_size = outer.group.size, inner.group.size
+    told_RX2 = _sizes_inside(work, entry_P, place_of_expert, size, inner_size) if outer.exchanges_sizes(bounds[0], work) else None
+    trip = outer.depart(work, entry_P, bounds[0], told_RX2=told_RX2)
     if meanwhile is not None:
         meanwhile()
     entered = trip.arrive_joined()
-    result_VH = run_flat(inner, entered, place_of_expert[entered.expert_P], bounds[1], compute)
+    inner_sizes = Sizes(trip.heard[:inner_size], trip.heard[inner_size:]) if trip.heard else None
+    result_VH = run_flat(inner, entered, place_of_expert[entered.expert_P], bounds[1], compute, sizes=inner_sizes)
     return trip.home_joined(result_VH)
+
+
+def _sizes_inside(work: Work, entry_P: torch.Tensor, place_of_expert: torch.Tensor, num_ranks: int, ranks_per_node: int) -> torch.Tensor:
+    """What each rank has to know of this rank's rows for the hop inside its node, (R, 2 L, 2) int32 (rows, pairs): how many
+    it passes on to each of the L places of its node, then how many it gets from each."""
+    num_ways = num_ranks * ranks_per_node  # from the rank of entry to a place of its node
+    way_P = (entry_P * ranks_per_node + place_of_expert[work.expert_P]).clamp(max=num_ways)
+    sizes = _group_pairs(work.row_P, way_P, len(work.rows_VH), num_ways, me=-1).sizes_R2
+    by_node = sizes.view(num_ranks // ranks_per_node, ranks_per_node, ranks_per_node, 2)
+    return torch.cat([by_node, by_node.transpose(1, 2)], dim=2).flatten(0, 1)
 
 
 class Hop:
@@ -188,14 +216,26 @@ class Hop:
     def __init__(self, group: ExpertGroup, wire_dtype: torch.dtype | None = None) -> None:
         self.group, self.wire_dtype = group, wire_dtype
 
-    def depart(self, work: Work, rank_P: torch.Tensor, bounds: Bounds | None) -> Trip:
-        """Send rows on their way; see ``run_flat`` for the arguments."""
+    def exchanges_sizes(self, bounds: Bounds | None, work: Work) -> bool:
+        """Whether ``depart`` asks the other ranks for the sizes of their messages before it sends rows."""
+        return bounds is None or not self.group.takes_bounds(work.rows_VH)
+
+    def depart(
+        self, work: Work, rank_P: torch.Tensor, bounds: Bounds | None, sizes: Sizes | None = None, told_RX2: torch.Tensor | None = None
+    ) -> Trip:
+        """Send rows on their way; see ``run_flat`` for the other arguments.
+
+        Args:
+            told_RX2: (R, X, 2) int32, more numbers for each rank where sizes are exchanged; ``Trip.heard`` is the sum of all ranks'.
+        """
         group, me = self.group, self.group.rank
         grouping = _group_pairs(work.row_P, rank_P, len(work.rows_VH), group.size, me)
-        sizes_in: list[list[int]] | None = None
-        if bounds is None or not group.takes_bounds(work.rows_VH):
-            incoming = group.all_to_all(grouping.sizes_R2, [1] * group.size, [1] * group.size)
-            sizes_out, sizes_in = torch.stack([grouping.sizes_R2, incoming]).tolist()  # the one synchronisation with the host
+        sizes_in: Sequence[list[int]] | None = None
+        heard: Sequence[list[int]] = ()
+        if sizes is not None:
+            sizes_out, sizes_in = sizes.out, sizes.into
+        elif self.exchanges_sizes(bounds, work):
+            sizes_out, sizes_in, heard = self._exchange_sizes(grouping.sizes_R2, told_RX2)
         else:
             sizes_out = grouping.sizes_R2.tolist()
         routes = grouping.finish(sizes_out)
@@ -204,8 +244,8 @@ class Hop:
         counts_V = routes.pairs_of_row_S[len(kept.rows_VH) :]
         parts = (rows_VH, going.weight_P.to(_WEIGHT), going.expert_P.to(_EXPERT), counts_V.to(_COUNT))
         group.traffic.rows_sent += len(rows_VH)
-        trip = Trip(self, routes, kept, len(work.rows_VH), _without(sizes_out, me), sizes_in and _without(sizes_in, me))
-        trip.like = parts
+        trip = Trip(self, routes, kept, len(work.rows_VH), _without(sizes_out, me), None if sizes_in is None else _without(sizes_in, me))
+        trip.like, trip.heard = parts, heard
         if trip.sizes_in is None:
             assert bounds is not None and not torch.is_grad_enabled(), "bounds are for inference"
             trip.pending, trip.rooms = _start_bounded(group, parts, trip.sizes_out, bounds)
@@ -214,6 +254,14 @@ class Hop:
         else:
             trip.pending, trip.rooms = _start(group, parts, trip.sizes_out, trip.sizes_in)
         return trip
+
+    def _exchange_sizes(self, sizes_R2: torch.Tensor, told_RX2: torch.Tensor | None) -> list[list[list[int]]]:
+        """Sizes to each rank, sizes from each, and the sum of what was told; the one time in a layer that the host waits."""
+        size = self.group.size
+        message = sizes_R2[:, None] if told_RX2 is None else torch.cat([sizes_R2[:, None], told_RX2], dim=1)
+        incoming = self.group.all_to_all(message, [1] * size, [1] * size)
+        numbers = torch.cat([sizes_R2, incoming[:, 0], incoming[:, 1:].sum(dim=0, dtype=torch.int32)]).tolist()
+        return [numbers[:size], numbers[size : 2 * size], numbers[2 * size :]]
 
 
 @dataclass
@@ -234,6 +282,8 @@ class Trip:
     """Bytes kept for each rank's message."""
     like: Sequence[torch.Tensor] = ()
     arrived: Any = None
+    heard: Sequence[list[int]] = ()
+    """What all ranks told this one with the sizes."""
 
     @property
     def bytes_sent(self) -> int:
@@ -299,7 +349,7 @@ def _split(work: Work, routes: Routes, me: int) -> tuple[Work, Work]:
     )
 
 
-def _without(sizes: list[list[int]], me: int) -> list[list[int]]:
+def _without(sizes: Sequence[list[int]], me: int) -> list[list[int]]:
     return [*sizes[:me], [0, 0], *sizes[me + 1 :]]
 
 
