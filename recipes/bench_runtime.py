@@ -9,7 +9,7 @@ model, tokens and ranks, one after the other in every round of one run. Parts:
 - ``wire``: four hosts of one rank each; bytes that leave the hosts, per token and MoE layer, headers included.
 - ``loopback``: four ranks on one host; time per MoE layer.
 - ``link``: two hosts of two ranks each with 200 Mbit/s between them; time per MoE layer, and ladders over the threshold.
-- ``one``: a single rank against plain Transformers, and the share of pruning in a layer's time.
+- ``one``: a single rank against plain Transformers, the share of pruning in a layer's time, and the time of loading.
 
 Hardware: 2 CPU cores; ``wire`` and ``link`` need Linux and root for network namespaces. About 28 minutes in all.
 """
@@ -20,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -331,7 +332,7 @@ class KeepClock:
 
 
 def measure_one(args: BenchArguments) -> list[dict[str, Any]]:
-    """A single process: ours at p = 0 against plain Transformers, and what pruning costs in a layer."""
+    """A single process: ours at p = 0 against plain Transformers, what pruning costs in a layer, and how long loading takes."""
     results = []
     for name in args.models.split(","):
         models = {key: full_model(name) for key in ("plain", "plain again")}
@@ -341,26 +342,53 @@ def measure_one(args: BenchArguments) -> list[dict[str, Any]]:
         pruned.set_pruning("device", 0.3)
         clocks = {key: LayerClock(model) for key, model in models.items()}
         for words, make in workloads(name, 0, 1):
-            ratios, noise, shares = [], [], []
-            with torch.no_grad():
-                for turn in tqdm(range(-2, 5 * args.rounds), desc=f"one, {name}, {words}", unit="round"):
-                    took, pruning = {}, KeepClock()
-                    for key in list(models)[:: 1 if turn % 2 else -1]:
-                        arguments = make(models[key])
-                        clocks[key].per_layer()
-                        with mock.patch.object(experts, "_keep", pruning):
-                            pruning.seconds = 0.0
-                            models[key](**arguments)
-                        took[key] = clocks[key].per_layer()
-                        if key == "pruned" and turn >= 0:
-                            shares.append(pruning.seconds / clocks[key].num_layers / took[key])
-                    if turn >= 0:
-                        ratios.append(took["ours"] / took["plain"])
-                        noise.append(took["plain again"] / took["plain"])
-            result = {key: float(np.median(each)) for key, each in (("ratio", ratios), ("noise", noise), ("pruning_share", shares))}
-            result["plain_s"] = took["plain"]
-            results.append({"part": "one", "model": name, "workload": words, **result})
+            turns = [
+                one_turn(models, clocks, make, backwards=turn % 2 == 0)
+                for turn in tqdm(range(-2, 5 * args.rounds), desc=f"one, {name}, {words}", unit="round")
+            ][2:]  # the first two to warm up
+            ratios = {
+                "ratio": [turn["ours"] / turn["plain"] for turn in turns],
+                "noise": [turn["plain again"] / turn["plain"] for turn in turns],
+                "pruning_share": [turn["keep"] / turn["pruned"] for turn in turns],
+                "plain_s": [turn["plain"] for turn in turns],
+            }
+            results.append(
+                {"part": "one", "model": name, "workload": words} | {key: float(np.median(each)) for key, each in ratios.items()}
+            )
+        results.append(measure_loading(models["plain"], name, args.rounds))
     return results
+
+
+@torch.no_grad()
+def one_turn(
+    models: dict[str, Any], clocks: dict[str, LayerClock], make: Callable[[Any], dict[str, Any]], backwards: bool
+) -> dict[str, float]:
+    """Seconds per layer of one forward of each model, in one order or the other; ``keep`` is the pruning rule's part of it."""
+    took = {}
+    for key in list(models)[:: -1 if backwards else 1]:
+        arguments, keep = make(models[key]), KeepClock()
+        clocks[key].per_layer()
+        with mock.patch.object(experts, "_keep", keep):
+            models[key](**arguments)
+        took[key] = clocks[key].per_layer()
+        if key == "pruned":
+            took["keep"] = keep.seconds / clocks[key].num_layers
+    return took
+
+
+def measure_loading(model: Any, name: str, rounds: int) -> dict[str, Any]:
+    """``from_pretrained`` of the whole model, ours against plain Transformers, from files that are in the page cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        seconds: dict[str, list[float]] = {"ours": [], "plain": []}
+        for turn in tqdm(range(rounds + 1), desc=f"one, {name}, loading", unit="round"):
+            for key, kind in (("plain", AutoModelForCausalLM), ("ours", CAPMoEModel))[:: 1 if turn % 2 else -1]:
+                start = time.perf_counter()
+                kind.from_pretrained(folder, dtype=torch.float32)
+                seconds[key].append(time.perf_counter() - start)
+    ratios = [ours / plain for ours, plain in zip(seconds["ours"][1:], seconds["plain"][1:], strict=True)]
+    plain_s = float(np.median(seconds["plain"][1:]))
+    return {"part": "one", "model": name, "workload": "from_pretrained", "ratio": float(np.median(ratios)), "plain_s": plain_s}
 
 
 # ---- launching and reporting ----
@@ -405,8 +433,14 @@ def report(part: str, results: list[dict[str, Any]]) -> str:
                 "plain, ms per layer": f"{1e3 * each['plain_s']:.2f}",
             }
             for each in results
+            if "noise" in each
         ]
-        return f"## one rank\n\n{markdown_table(rows)}"
+        loading = [
+            {"model": each["model"], "ours / plain": f"{each['ratio']:.2f}", "plain, s": f"{each['plain_s']:.2f}"}
+            for each in results
+            if "noise" not in each
+        ]
+        return f"## one rank\n\n{markdown_table(rows)}\n\n## from_pretrained on one rank\n\n{markdown_table(loading)}"
     sections = []
     for model, workload in dict.fromkeys((each["model"], each["workload"]) for each in results):
         chosen = [each for each in results if (each["model"], each["workload"]) == (model, workload)]
