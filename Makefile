@@ -52,8 +52,16 @@ bench-runtime: ## bytes and time per MoE layer beside Transformers' all_to_all a
 $(BENCHES:%=bench-%): bench-%: $(INSTALLED) $(PEERS)
 	$(BIN)/python recipes/bench_$*.py $(ARGS)
 
-eval: $(INSTALLED) ## perplexity of the embedded models against the pruning threshold
-	$(BIN)/python eval/perplexity.py $(ARGS)
+# Its result stays in EVAL_OUT; a run that was interrupted goes on from there.
+MODEL := cap_hf/models/tiny_qwen3_moe
+EVAL_OUT := build/eval/$(notdir $(MODEL))
+eval: $(EVAL_OUT)/layout.json ## accuracy of an embedded model against the pruning threshold (8 minutes); MODEL=... for another
+	$(BIN)/python eval/run.py --model $(MODEL) --layout $< --output-dir $(EVAL_OUT) --pruning both --thresholds 0,0.2,0.3 \
+		--tasks wikitext,gsm8k,humaneval,mmlu --limit wikitext=24,gsm8k=24,humaneval=24,mmlu=2 --run-generated-code $(ARGS)
+
+$(EVAL_OUT)/layout.json: $(INSTALLED)
+	$(BIN)/cap-hf trace --model $(MODEL) --num-ranks 8 --output $(EVAL_OUT)/trace.safetensors
+	$(BIN)/cap-hf place $(EVAL_OUT)/trace.safetensors --num-ranks 8 --output $@
 
 clean: ## remove caches and package builds; .venv and recipes' results stay
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info dist build/lib build/bdist.*

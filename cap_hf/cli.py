@@ -1,4 +1,4 @@
-"""Command line ``cap-hf``: trace a model's routing, place its experts, look at the results.
+"""Command line ``cap-hf``: trace a model's routing, place its experts, look at the results, measure what pruning costs.
 
 Every command prints a table for people, or with ``--json`` an object for programs; errors are one line and exit code 2.
 """
@@ -10,6 +10,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,24 +57,131 @@ def _trace(args: argparse.Namespace) -> None:
     if args.num_tokens < 1:
         raise ValueError(f"--num-tokens is {args.num_tokens}; it must be 1 or more")
     texts = _read_texts(args.text_file) if args.text_file else load_texts(args.corpus, "train", args.data_dir)
-    from transformers import AutoConfig, AutoTokenizer
-    from transformers.utils import logging
+    from cap_hf.recorder import record_texts
+
+    config = CAPConfig(layout=_sequential(args.model, topology), pruning=args.pruning, prune_threshold=args.threshold)
+    model, tokenizer = _load(args.model, config)
+    trace = record_texts(model, tokenizer, texts, args.num_tokens, progress=not args.json)
+    trace.save(args.output)
+    _show(args, {**_facts(trace), "written": args.output}, [_facts(trace)])
+
+
+def _sequential(model: str, topology: Topology) -> ExpertLayout:
+    """Experts of a checkpoint in id order."""
+    from transformers import AutoConfig
 
     from cap_hf.families import family_of
+
+    config = AutoConfig.from_pretrained(model)
+    family = family_of(config)
+    layer_ids = family.moe_layer_ids(config)
+    return ExpertLayout.sequential(len(layer_ids), family.num_experts(config), topology, layer_ids)
+
+
+def _load(model: str, config: CAPConfig) -> tuple[Any, Any]:
+    """The model, in the type of its checkpoint, and its tokenizer."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
     from cap_hf.modeling import CAPMoEModel
-    from cap_hf.recorder import record_texts
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    model_config = AutoConfig.from_pretrained(args.model)
-    family = family_of(model_config)
-    layer_ids = family.moe_layer_ids(model_config)
-    layout = ExpertLayout.sequential(len(layer_ids), family.num_experts(model_config), topology, layer_ids)
-    config = CAPConfig(layout=layout, pruning=args.pruning, prune_threshold=args.threshold)
-    model = CAPMoEModel.from_pretrained(args.model, cap_config=config)
-    trace = record_texts(model, AutoTokenizer.from_pretrained(args.model), texts, args.num_tokens, progress=not args.json)
-    trace.save(args.output)
-    _show(args, {**_facts(trace), "written": args.output}, [_facts(trace)])
+    return CAPMoEModel.from_pretrained(model, cap_config=config, dtype="auto"), AutoTokenizer.from_pretrained(model)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    _require("lm_eval", "eval")
+    from cap_hf.corpora import find_data_dir
+    from cap_hf.evaluation.run import check_request, evaluate, facts_of, settings_of
+    from cap_hf.evaluation.tables import main_table, rows_of, write_report
+
+    tasks = args.tasks.split(",")
+    settings = settings_of(["expert", "device"] if args.pruning == "both" else [args.pruning], _numbers(args.thresholds, "--thresholds"))
+    limits = _limits(args.limit, tasks)
+    check_request(tasks, args.run_generated_code, limits, args.batch_size)
+    data_dir, out = find_data_dir(args.data_dir), Path(args.output_dir or f"build/eval/{Path(args.model).name}")
+    model, tokenizer = _load(args.model, _config(args))
+    options = {"limits": limits, "batch_size": args.batch_size, "divergence": not args.no_divergence, "model_name": args.model}
+    records = evaluate(
+        model, tokenizer, tasks, settings, out, data_dir=data_dir, allow_code=args.run_generated_code, progress=not args.json, **options
+    )
+    if model.group.rank == 0:
+        facts = facts_of(model, records, **options)
+        written = [str(path) for path in write_report(records, facts, out)]
+        if args.json:
+            print(json.dumps({"rows": rows_of(records), "provenance": facts, "written": written}))
+        else:
+            print(f"{main_table(rows_of(records))}\nwritten to {', '.join(written)}")
+
+
+def _threshold(args: argparse.Namespace) -> None:
+    _require("scipy", "eval")
+    from cap_hf.corpora import load_texts
+    from cap_hf.evaluation.threshold import choose_threshold
+
+    budget = _share(args.budget, "--budget")
+    texts = _read_texts(args.text_file) if args.text_file else load_texts(args.corpus, "test", args.data_dir)
+    model, tokenizer = _load(args.model, _config(args))
+    options = (args.measure, args.pruning, args.confidence, args.resolution, args.num_tokens, args.batch_size)
+    choice = choose_threshold(model, tokenizer, texts, budget, *options, progress=not args.json)
+    if model.group.rank == 0:
+        if args.json:
+            print(json.dumps({**asdict(choice), "saved": choice.saved}))
+            return
+        rows = [
+            {
+                "p": f"{step.threshold:g}",
+                args.measure: f"{step.cost:+.3%}",
+                f"at {args.confidence:.0%} confidence below": f"{step.upper_bound:+.3%}",
+                "devices/token": f"{step.devices_per_token:.3f}",
+                "score kept": f"{step.score_kept:.3f}",
+            }
+            for step in sorted(choice.steps, key=lambda step: step.threshold)
+        ]
+        print(f"{markdown_table(rows)}\n{choice}")
+
+
+def _require(package: str, extra: str) -> None:
+    if find_spec(package) is None:
+        raise ValueError(f"this command needs the package {package}; install cap_hf[{extra}]")
+
+
+def _share(text: str, option: str) -> float:
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError as error:
+        raise ValueError(f"{option} is {text!r}; it must be a share like 1% or 0.01") from error
+
+
+def _numbers(text: str, option: str) -> list[float]:
+    try:
+        return [float(value) for value in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{option} is {text!r}; it must be numbers with commas between them, like 0,0.1,0.2") from error
+
+
+def _limits(text: str | None, tasks: Sequence[str]) -> dict[str, int | None]:
+    """``50`` for every task, or ``mmlu=2,gsm8k=50`` for some."""
+    if text is None:
+        return {}
+    try:
+        if "=" not in text:
+            return dict.fromkeys(tasks, int(text))
+        return {name: int(number) for name, number in (each.rsplit("=", 1) for each in text.split(","))}
+    except ValueError as error:
+        raise ValueError(f"--limit is {text!r}; it must be a number for all tasks, or like mmlu=2,gsm8k=50") from error
+
+
+def _config(args: argparse.Namespace) -> CAPConfig:
+    """The layout that was asked for, by file or by number of ranks; on several processes they are the ranks."""
+    rules = {"prune_solver": args.prune_solver, "renormalize": args.renormalize}
+    if args.layout:
+        if args.num_ranks is not None:
+            raise ValueError(f"--num-ranks {args.num_ranks} beside --layout, which says itself how many ranks it is for; leave one out")
+        return CAPConfig(layout=ExpertLayout.load(args.layout), **rules)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return CAPConfig(layout=_sequential(args.model, Topology(args.num_ranks or (size if size > 1 else 8))), **rules)
 
 
 def _read_texts(path: str) -> list[str]:
@@ -202,7 +311,64 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("file", help="trace, layout, replicated layout or spectrum")
     inspect.add_argument("--trace", help="trace to measure layouts on")
+    _add_eval(
+        add(
+            "eval",
+            _eval,
+            "accuracy, and what is more sensitive, against the threshold",
+            "cap-hf eval --model Qwen/Qwen3-30B-A3B --tasks mmlu,gsm8k,wikitext --thresholds 0,0.2,0.3 --layout layout.json --limit 200",
+        )
+    )
+    _add_threshold(
+        add(
+            "threshold",
+            _threshold,
+            "the highest threshold that a budget of accuracy allows",
+            "cap-hf threshold --model Qwen/Qwen3-30B-A3B --layout layout.json --budget 1% --corpus wikitext",
+        )
+    )
     return parser
+
+
+def _add_pruned_model(parser: argparse.ArgumentParser, rules: Sequence[str]) -> None:
+    parser.add_argument("--model", required=True, help="checkpoint folder or Hub name")
+    parser.add_argument("--layout", help="layout file; one process plays all of its ranks (default: experts in id order)")
+    parser.add_argument("--num-ranks", type=int, help="devices of the layout in id order (default: the processes; 8 for a single one)")
+    parser.add_argument("--pruning", default="device", choices=rules, help="pruning rule (default: device)")
+    parser.add_argument("--prune-solver", default="greedy", choices=["greedy", "exact"], help="of device pruning (default: greedy)")
+    parser.add_argument("--renormalize", action="store_true", help="scale the surviving weights back to their sum")
+    parser.add_argument("--data-dir", help="folder of local data (default: CAP_HF_DATA, else the Hub)")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows per forward (default: 8)")
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    _add_pruned_model(parser, ["expert", "device", "both"])
+    parser.add_argument("--tasks", required=True, help="with commas: mmlu, gsm8k, humaneval, wikitext, text:<corpus or UTF-8 file>")
+    parser.add_argument("--thresholds", default="0,0.1,0.2,0.3,0.4", help="with commas; 0 is always measured (default: 0,0.1,0.2,0.3,0.4)")
+    parser.add_argument("--limit", help="documents per task, for mmlu per subject: 50, or mmlu=2,gsm8k=50 (default: all)")
+    parser.add_argument("--run-generated-code", action="store_true", help="let humaneval run what the model writes, in a sandbox")
+    parser.add_argument(
+        "--no-divergence", action="store_true", help="do not compare distributions with p = 0; saves a forward per scored batch"
+    )
+    parser.add_argument(
+        "--output-dir", help="for records, tables and pictures; a run goes on from its records (default: build/eval/<model>)"
+    )
+
+
+def _add_threshold(parser: argparse.ArgumentParser) -> None:
+    _add_pruned_model(parser, ["expert", "device"])
+    parser.add_argument("--budget", required=True, help="the most that pruning may cost, like 1%% or 0.01")
+    parser.add_argument(
+        "--measure",
+        default="perplexity",
+        choices=["perplexity", "flips"],
+        help="rise of perplexity, or other next tokens (default: perplexity)",
+    )
+    parser.add_argument("--corpus", default="wikitext", help="calibration text by name (default: wikitext)")
+    parser.add_argument("--text-file", help="a UTF-8 file of texts separated by empty lines, instead of a corpus")
+    parser.add_argument("--num-tokens", type=int, default=16_384, help="of the text, at most (default: 16384)")
+    parser.add_argument("--confidence", type=float, default=0.95, help="that the budget holds (default: 0.95)")
+    parser.add_argument("--resolution", type=float, default=0.005, help="p is a multiple of it (default: 0.005)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

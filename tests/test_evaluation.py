@@ -47,10 +47,9 @@ def test_records_of_other_items_are_refused() -> None:
 
 def test_the_paired_test_holds_its_level_and_sees_a_real_change() -> None:
     draw, tokens = np.random.default_rng(0), np.full(50, 10.0)
-    values = [paired_change(draw.normal(0.0, 1.0, 50), tokens)["p_value"] for _ in range(400)]
-    assert 0.02 < np.mean([value is not None and value < 0.05 for value in values]) < 0.09
+    assert 0.02 < np.mean([paired_change(draw.normal(0.0, 1.0, 50), tokens).is_sure for _ in range(400)]) < 0.09
     real = paired_change(draw.normal(1.0, 1.0, 50), tokens)
-    assert real["p_value"] is not None and real["p_value"] < 1e-4 and real["change"] == pytest.approx(0.1, abs=0.05)
+    assert real.p_value is not None and real.p_value < 1e-4 and real.change == pytest.approx(0.1, abs=0.05)
 
 
 def test_sign_test_of_five_against_none() -> None:

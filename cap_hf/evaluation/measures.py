@@ -8,13 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["measures", "paired_change", "sign_test"]
+__all__ = ["SURE", "Change", "measures", "paired_change", "sign_test"]
 
 Record = Mapping[str, Any]
+SURE = 0.05
+"""A p-value below it is more than chance."""
+
+
+class Change(NamedTuple):
+    """A change per token over paired items, and whether it is real."""
+
+    change: float
+    change_stderr: float | None
+    """None for a single item."""
+    p_value: float | None
+    """Two-sided, of Student's t; 1 where nothing changed at all."""
+
+    @property
+    def is_sure(self) -> bool:
+        """More than chance; a single item is taken as it is."""
+        return self.p_value is None or self.p_value < SURE
 
 
 def measures(record: Record, unpruned: Record) -> dict[str, float | None]:
@@ -45,7 +62,7 @@ def measures(record: Record, unpruned: Record) -> dict[str, float | None]:
     tokens = np.array([item["tokens"] for item in items.values()], dtype=float)
     now, before = (-np.array([item["loglikelihood"] for item in each.values()]) for each in (items, base))
     result["nats_per_token"] = float(now.sum() / tokens.sum())
-    result |= {f"nats_per_token_{key}": value for key, value in paired_change(now - before, tokens).items()}
+    result |= {f"nats_per_token_{key}": value for key, value in paired_change(now - before, tokens)._asdict().items()}
     if not first["scores"]:
         result["perplexity"] = math.exp(min(now.sum() / tokens.sum(), 700.0))
         result["word_perplexity"] = math.exp(min(now.sum() / sum(item["words"] for item in items.values()), 700.0))
@@ -61,21 +78,19 @@ def sign_test(worse: int, better: int) -> float:
     return float(binomtest(worse, worse + better).pvalue) if worse + better else 1.0
 
 
-def paired_change(difference: Sequence[float] | np.ndarray, tokens: Sequence[float] | np.ndarray) -> dict[str, float | None]:
+def paired_change(difference: Sequence[float] | np.ndarray, tokens: Sequence[float] | np.ndarray) -> Change:
     """Change per token and whether it is real, from each item's change and tokens: ratio of sums, its error by linearisation.
 
-    Returns:
-        ``change`` = sum(difference) / sum(tokens), ``change_stderr`` and the two-sided ``p_value`` of Student's t; the
-        latter two None for one item, and 1 where nothing changed at all.
+    ``change`` = sum(difference) / sum(tokens).
     """
     from scipy.stats import t
 
     difference, tokens = np.asarray(difference, dtype=float), np.asarray(tokens, dtype=float)
     count, change = len(difference), float(difference.sum() / tokens.sum())
     if count < 2:
-        return {"change": change, "change_stderr": None, "p_value": None}
+        return Change(change, None, None)
     residual = difference - change * tokens
     stderr = float(np.sqrt(residual @ residual * count / (count - 1)) / tokens.sum())
     if stderr == 0:
-        return {"change": change, "change_stderr": 0.0, "p_value": 1.0 if change == 0 else 0.0}
-    return {"change": change, "change_stderr": stderr, "p_value": float(2 * t.sf(abs(change) / stderr, count - 1))}
+        return Change(change, 0.0, 1.0 if change == 0 else 0.0)
+    return Change(change, stderr, float(2 * t.sf(abs(change) / stderr, count - 1)))

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from cap_hf._files import read_json, write_json
 from cap_hf.config import CAPConfig
 from cap_hf.evaluation.lm import CapLM
-from cap_hf.evaluation.tasks import EvalTask, check_tasks, load_task
+from cap_hf.evaluation.tasks import FEWSHOT_SEED, EvalTask, check_tasks, load_task
 from cap_hf.modeling import CAPMoEModel
 from cap_hf.report import provenance
 
-__all__ = ["Setting", "evaluate", "settings_of"]
+__all__ = ["Setting", "check_request", "evaluate", "facts_of", "settings_of"]
 
 
 @dataclass(frozen=True)
@@ -52,47 +54,69 @@ def settings_of(rules: Sequence[str], thresholds: Sequence[float]) -> list[Setti
     return [Setting("none", 0.0), *(Setting(rule, threshold) for rule in dict.fromkeys(rules) for threshold in above)]
 
 
+Limits = Mapping[str, int | None]
+"""Documents per task, MMLU: per subject; a task that is not named, or None, takes all."""
+
+
+def check_request(tasks: Sequence[str], allow_code: bool, limits: Limits, batch_size: int) -> None:
+    """Refuse what cannot be run, before anything is loaded.
+
+    Raises:
+        ValueError: an unknown or repeated task, HumanEval without leave to run generated code, a limit or batch size below 1.
+    """
+    check_tasks(tasks, allow_code)
+    for name, limit in limits.items():
+        if name not in tasks:
+            raise ValueError(f"a limit is given for {name!r}, which is not among the tasks {', '.join(tasks)}; name a task of this run")
+        if limit is not None and limit < 1:
+            raise ValueError(f"the limit of {name} is {limit}; it must be 1 or more documents, or left out for all")
+    if batch_size < 1:
+        raise ValueError(f"batch size is {batch_size}; it must be 1 or more rows")
+
+
 def evaluate(
     model: CAPMoEModel,
     tokenizer: Any,
     tasks: Sequence[str],
     settings: Sequence[Setting],
     out: Path,
-    limit: int | None = None,
+    limits: Limits | None = None,
     data_dir: Path | None = None,
     batch_size: int = 8,
     allow_code: bool = False,
     divergence: bool = True,
     model_name: str = "",
+    progress: bool = True,
 ) -> list[dict[str, Any]]:
     """Records of every task at every setting, on every rank; every rank must call with the same.
 
     Args:
         settings: p = 0 first, see ``settings_of``.
         out: folder for records, task files and data; on several hosts a shared one.
-        limit: documents per task, MMLU: per subject; None takes all.
+        limits: see ``Limits``; None takes all documents.
         data_dir: local benchmark files; None reads the Hub's.
         batch_size: rows per forward.
         allow_code: run model-written programs (HumanEval) in the sandbox.
         divergence: compare next-token distributions with p = 0, at one more forward per scored batch.
         model_name: what the records call the model.
+        progress: show a bar with the time left.
 
     Raises:
-        ValueError: an unknown task, bad data, a limit below 1.
+        ValueError: as ``check_request``, and for bad data.
     """
-    check_tasks(tasks, allow_code)
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; it must be 1 or more documents, or left out for all")
+    limits = limits or {}
+    check_request(tasks, allow_code, limits, batch_size)
     group = model.group
     lm = CapLM(model, tokenizer, batch_size)
     loaded = [load_task(name, data_dir, out, lm.max_length, group) for name in tasks]
-    work = {task.name: _units(lm, task, limit) for task in loaded}
-    records = []
-    with tqdm(total=sum(work.values()) * len(settings) // group.size, unit="request", disable=group.rank > 0) as bar:
-        lm.progress = bar.update
-        for task in loaded:
-            for setting in settings:
+    work = {task.name: _units(lm, task, limits.get(task.name)) for task in loaded}
+    before, records = model.cap_config, []
+    try:
+        with tqdm(total=sum(work.values()) * len(settings) // group.size, unit="request", disable=group.rank > 0 or not progress) as bar:
+            lm.progress = bar.update
+            for task, setting in product(loaded, settings):
                 bar.set_description(f"{task.name}, {setting}")
+                limit = limits.get(task.name)
                 path = out / "records" / f"{task.name.replace('/', '_')}__{setting.rule}_{setting.threshold:g}.json"
                 key = _key(model, task, setting, limit, batch_size, divergence, model_name)
                 record = group.from_first(partial(_finished, path, key))
@@ -103,8 +127,31 @@ def evaluate(
                 else:
                     bar.update(work[task.name] // group.size)
                 records.append(record)
-    model.set_pruning("none")
+    finally:
+        model.set_pruning(before.pruning, before.prune_threshold)
     return records
+
+
+def facts_of(
+    model: CAPMoEModel, records: Sequence[Mapping[str, Any]], limits: Limits, batch_size: int, divergence: bool, model_name: str
+) -> dict[str, Any]:
+    """Provenance of some records: what was evaluated, on what, with what and where."""
+    config, topology = model.cap_config, model.layout.topology
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "CPU"
+    return {
+        "model": model_name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "layout": f"{model.layout.fingerprint}, {topology.num_ranks} ranks, {topology.ranks_per_node} per node",
+        "processes": model.group.size,
+        "pruning": f"{config.prune_solver} solver" + (", renormalized" if config.renormalize else ""),
+        "data checksums": {record["task"]: record["checksum"] for record in records},
+        "documents": {record["task"]: limits.get(record["task"]) or "all" for record in records},
+        "batch size": batch_size,
+        "KL to p = 0": "measured" if divergence else "left out",
+        "few-shot seed": FEWSHOT_SEED,
+        "device": device,
+        **provenance(),
+    }
 
 
 def _key(
