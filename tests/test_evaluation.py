@@ -13,7 +13,8 @@ from cap_hf.evaluation.data import prepare
 from cap_hf.evaluation.lm import owners_of
 from cap_hf.evaluation.measures import measures, paired_change, sign_test
 from cap_hf.evaluation.run import Setting, settings_of
-from cap_hf.evaluation.tasks import check_tasks
+from cap_hf.evaluation.tasks import check_tasks, load_task
+from cap_hf.parallel.groups import ExpertGroup
 
 
 def record(*items: tuple[str, float, float, int], divergence: list[list[float]] | None = None) -> dict[str, object]:
@@ -43,6 +44,9 @@ def test_nothing_changed_is_no_evidence() -> None:
 def test_records_of_other_items_are_refused() -> None:
     with pytest.raises(ValueError, match="1 items cannot be compared with 2 others"):
         measures(record(("a", 1, -1.0, 1)), record(("a", 1, -1.0, 1), ("b", 0, -2.0, 2)))
+    other = record(("a", 1, -1.0, 1))
+    with pytest.raises(ValueError, match="other prompts"):
+        measures({**other, "requests": "1"}, {**other, "requests": "2"})
 
 
 def test_the_paired_test_holds_its_level_and_sees_a_real_change() -> None:
@@ -95,6 +99,16 @@ def test_a_malformed_row_is_named(tmp_path: Path) -> None:
     (folder / "test.jsonl").unlink()
     with pytest.raises(ValueError, match=r"test.jsonl is missing"):
         prepare("gsm8k", None, tmp_path, tmp_path / "out")
+
+
+def test_other_data_is_read_anew(tmp_path: Path) -> None:
+    """``datasets`` remembers what it has read by the names of folder and configuration."""
+    (tmp_path / "gsm8k").mkdir()
+    for answer in ("#### 2", "#### 3"):
+        for split in ("train", "test"):
+            (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": answer}) + "\n")
+        task = load_task("gsm8k", tmp_path, tmp_path / "out", 512, ExpertGroup()).subtasks["gsm8k"]
+        assert [document["answer"] for document in task.test_docs()] == [answer]
 
 
 def test_an_mmlu_answer_must_be_an_index(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class LocalData:
 
 
 def prepare(task: str, source: str | Path | None, data_dir: Path | None, out: Path) -> LocalData | None:
-    """Write the data of one task below ``out``; None where it comes from the Hub.
+    """Write the data of one task to ``out``-<checksum>; None where it comes from the Hub.
 
     Args:
         task: "mmlu", "gsm8k", "humaneval", "wikitext" or "text".
@@ -50,18 +50,25 @@ def prepare(task: str, source: str | Path | None, data_dir: Path | None, out: Pa
 
 
 def _write(out: Path, configs: dict[str, dict[str, list[Row]]]) -> LocalData:
-    """``configs``: configuration -> split -> rows."""
-    digest, lines = hashlib.sha256(), ["---", "configs:"]
+    """``configs``: configuration -> split -> rows.
+
+    The folder bears the checksum: ``datasets`` keeps what it has read by the folder's name, whatever is in it now.
+    """
+    texts = {
+        (config, split): "".join(json.dumps(row) + "\n" for row in rows)
+        for config, splits in configs.items()
+        for split, rows in splits.items()
+    }
+    checksum = hashlib.sha256("".join(f"{config} {split} {text}" for (config, split), text in texts.items()).encode()).hexdigest()[:16]
+    folder, lines = out.with_name(f"{out.name}-{checksum}"), ["---", "configs:"]
     for config, splits in configs.items():
         lines += [f"- config_name: {config}", "  data_files:"]
-        for split, rows in splits.items():
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            digest.update(f"{config} {split} {text}".encode())
-            (out / config).mkdir(parents=True, exist_ok=True)
-            (out / config / f"{split}.jsonl").write_text(text)
+        for split in splits:
+            (folder / config).mkdir(parents=True, exist_ok=True)
+            (folder / config / f"{split}.jsonl").write_text(texts[config, split])
             lines += [f"  - split: {split}", f"    path: {config}/{split}.jsonl"]
-    (out / "README.md").write_text("\n".join([*lines, "---", ""]))
-    return LocalData(out, digest.hexdigest()[:16])
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return LocalData(folder, checksum)
 
 
 def _file(path: Path, task: str) -> Path:

@@ -92,9 +92,9 @@ class CapLM(HFLM):
         rests = [iter(answers) for answers in by_rank]
         return [next(rests[owner]) for owner in owners]
 
-    def divergences(self) -> list[tuple[float, int]]:
-        """``divergence`` of all ranks (each must call)."""
-        return [tuple(each) for rank in self.wrapped.group.gather_json(self.divergence or []) for each in rank]
+    def divergences(self) -> list[list[float]]:
+        """``divergence`` of all ranks (each must call), ready for JSON."""
+        return [each for rank in self.wrapped.group.gather_json(self.divergence or []) for each in rank]
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
         self.truncated += sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)

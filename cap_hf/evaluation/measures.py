@@ -44,9 +44,11 @@ def measures(record: Record, unpruned: Record) -> dict[str, float | None]:
         each weighted by its tokens); ``perplexity``; ``word_perplexity`` of texts; ``divergence``: mean KL to p = 0 in nats per position.
 
     Raises:
-        ValueError: the records are of different items.
+        ValueError: the records are of different items or prompts.
     """
     items, base = record["items"], unpruned["items"]
+    if record.get("requests") != unpruned.get("requests"):
+        raise ValueError("the records answer other prompts (requests differ); evaluate both in one run")
     if list(items) != list(base):
         raise ValueError(f"{len(items)} items cannot be compared with {len(base)} others; evaluate both with the same limit and data")
     result: dict[str, float | None] = {"items": len(items)}

@@ -61,7 +61,7 @@ class RoutingMeter:
             return
         kept_TK = ids_TK >= 0
         num_ranks = runtime.layout.num_ranks
-        expert_to_rank = torch.as_tensor(runtime.layout.expert_to_rank[layer], device=ids_TK.device).long()
+        expert_to_rank = torch.tensor(runtime.layout.expert_to_rank[layer], device=ids_TK.device)
         rank_TK = torch.where(kept_TK, expert_to_rank[ids_TK.clamp(min=0).long()], num_ranks)
         visited_TR = torch.zeros((len(ids_TK), num_ranks + 1), dtype=torch.bool, device=ids_TK.device).scatter_(1, rank_TK, True)
         visited_TR = visited_TR[:, :num_ranks]

@@ -196,6 +196,7 @@ def _record(lm: CapLM, task: EvalTask, setting: Setting, limit: int | None, dive
     """What one task gives at one setting."""
     import lm_eval
 
+    task.reseed()
     with lm.measuring(divergence and setting.threshold > 0):
         results = lm_eval.evaluate(
             lm,
@@ -205,8 +206,10 @@ def _record(lm: CapLM, task: EvalTask, setting: Setting, limit: int | None, dive
             confirm_run_unsafe_code=task.runs_code,
         )
         items: dict[str, Any] = {}
+        asked = hashlib.sha256()
         for name, samples in results["samples"].items():
             for sample in samples:
+                asked.update(repr(sample["arguments"]).encode())
                 _add(items, f"{name}/{sample['doc_id']}", sample)
         _score_references(lm, task, results["samples"], items)
         gaps, routing = lm.divergences(), lm.meter.means()
@@ -221,6 +224,7 @@ def _record(lm: CapLM, task: EvalTask, setting: Setting, limit: int | None, dive
         "truncated": truncated,
         "notes": list(task.notes),
         "checksum": task.checksum,
+        "requests": asked.hexdigest()[:16],
     }
 
 

@@ -35,6 +35,11 @@ class EvalTask:
     notes: tuple[str, ...] = ()
     """Where this run departs from the stock task."""
 
+    def reseed(self) -> None:
+        """Draw the same few-shot examples as the stock harness does, once more: each evaluation goes on from the last one's draws."""
+        for task in self.subtasks.values():
+            task.set_fewshot_seed(FEWSHOT_SEED)
+
 
 def check_tasks(names: Sequence[str], allow_code: bool) -> None:
     """Refuse what cannot be run, before anything is loaded.
@@ -70,8 +75,6 @@ def load_task(name: str, data_dir: Path | None, out: Path, max_length: int, grou
     """
     made = group.from_first(lambda: _write_files(name, data_dir, out))
     subtasks = _built([Path(path) for path in made["files"]])
-    for task in subtasks.values():
-        task.set_fewshot_seed(FEWSHOT_SEED)
     notes = tuple(note for task in subtasks.values() if (note := _shorten(task, max_length)))
     return EvalTask(name, subtasks, made["checksum"], name == "humaneval", notes[:1])
 
