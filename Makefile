@@ -47,6 +47,7 @@ bench: $(BENCHES:%=bench-%) ## run every benchmark
 
 bench-placement: ## placements side by side with METIS, Mt-KaHyPar and EPLB on real routing (5 minutes)
 bench-recorder: ## what recording costs
+bench-evaluation: ## what an evaluation costs beside the stock harness (6 minutes)
 bench-runtime: ## bytes and time per MoE layer beside Transformers' all_to_all and DeepSpeed's AutoEP (28 minutes)
 
 $(BENCHES:%=bench-%): bench-%: $(INSTALLED) $(PEERS)

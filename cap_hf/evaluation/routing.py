@@ -15,6 +15,8 @@ from cap_hf.modeling import CAPMoEModel
 
 __all__ = ["RoutingMeter"]
 
+_TOKENS_AT_ONCE = 4096
+
 
 class RoutingMeter:
     """Means over tokens and MoE layers of what pruning leaves; an observer of the model.
@@ -34,6 +36,8 @@ class RoutingMeter:
         self.sums, self.count = [0.0] * len(self.NAMES), 0
         self._keep: torch.Tensor | None = None
         self._is_paused = False
+        self._waiting: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._num_waiting = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -53,22 +57,30 @@ class RoutingMeter:
         """Told by the experts hook."""
         if self._is_paused:
             return
-        runtime = self.model._runtime
-        source_T = runtime.sources(len(ids_TK), ids_TK.device).long()
+        source_T = self.model._runtime.sources(len(ids_TK), ids_TK.device)
         if self._keep is not None:
             ids_TK, weights_TK, source_T = ids_TK[self._keep], weights_TK[self._keep], source_T[self._keep]
-        if not len(ids_TK):
+        self._waiting.append((layer, ids_TK, weights_TK, source_T))
+        self._num_waiting += len(ids_TK)
+        if self._num_waiting >= _TOKENS_AT_ONCE:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Count what is waiting; many layers of short forwards at once, for each operation costs the same for one token."""
+        if not self._num_waiting:
             return
+        layers, ids, weights, sources = zip(*self._waiting, strict=True)
+        self._waiting, self._num_waiting = [], 0
+        ids_TK, weights_TK, source_T = torch.cat(ids), torch.cat(weights).float(), torch.cat(sources).long()
+        layout, device = self.model.layout, ids_TK.device
+        layer_T = torch.repeat_interleave(torch.tensor(layers, device=device), torch.tensor([len(each) for each in ids], device=device))
         kept_TK = ids_TK >= 0
-        num_ranks = runtime.layout.num_ranks
-        expert_to_rank = torch.tensor(runtime.layout.expert_to_rank[layer], device=ids_TK.device)
-        rank_TK = torch.where(kept_TK, expert_to_rank[ids_TK.clamp(min=0).long()], num_ranks)
-        visited_TR = torch.zeros((len(ids_TK), num_ranks + 1), dtype=torch.bool, device=ids_TK.device).scatter_(1, rank_TK, True)
-        visited_TR = visited_TR[:, :num_ranks]
-        weights_TK = weights_TK.float()
+        rank_TK = torch.tensor(layout.expert_to_rank, device=device)[layer_T[:, None], ids_TK.clamp(min=0)].long()
+        rank_TK = torch.where(kept_TK, rank_TK, layout.num_ranks)
+        visited_TR = torch.zeros((len(ids_TK), layout.num_ranks + 1), dtype=torch.bool, device=device).scatter_(1, rank_TK, True)
+        visited_TR = visited_TR[:, : layout.num_ranks]
         mass_T = torch.where(kept_TK, weights_TK, 0).sum(1) / weights_TK.sum(1).clamp(min=1e-30)
-        devices = visited_TR.sum()
-        own = visited_TR.gather(1, source_T[:, None]).sum()
+        devices, own = visited_TR.sum(), visited_TR.gather(1, source_T[:, None]).sum()
         values = torch.stack([devices.double(), (devices - own).double(), kept_TK.sum().double(), mass_T.double().sum()]).tolist()
         self.sums = [total + value for total, value in zip(self.sums, values, strict=True)]
         self.count += len(ids_TK)
@@ -78,6 +90,7 @@ class RoutingMeter:
 
     def means(self) -> dict[str, float]:
         """Over everything counted on all ranks (each must call)."""
+        self._add_up()
         everywhere = self.model.group.gather_json([self.count, *self.sums])
         count, *sums = (sum(column) for column in zip(*everywhere, strict=True))
         return {name: total / max(count, 1) for name, total in zip(self.NAMES, sums, strict=True)}
