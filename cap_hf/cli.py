@@ -79,7 +79,8 @@ def _sequential(model: str, topology: Topology) -> ExpertLayout:
 
 
 def _load(model: str, config: CAPConfig) -> tuple[Any, Any]:
-    """The model, in the type of its checkpoint, and its tokenizer."""
+    """The model, in the type of its checkpoint and on a GPU where there is one, and its tokenizer."""
+    import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -87,7 +88,8 @@ def _load(model: str, config: CAPConfig) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return CAPMoEModel.from_pretrained(model, cap_config=config, dtype="auto"), AutoTokenizer.from_pretrained(model)
+    place = {"device_map": {"": torch.cuda.current_device()}} if torch.cuda.is_available() else {}
+    return CAPMoEModel.from_pretrained(model, cap_config=config, dtype="auto", **place), AutoTokenizer.from_pretrained(model)
 
 
 def _eval(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from cap_hf.families import MoEFamily, family_of
 from cap_hf.layout import ExpertLayout
 from cap_hf.parallel.experts import HOOK_NAME, ExpertsRuntime, RoutingObserver, check_pruning, connect_layer, run_without_tokens
 from cap_hf.parallel.groups import ExpertGroup, Traffic, init_expert_group
-from cap_hf.parallel.loading import experts_module, own_shard_class, set_expert_parameters
+from cap_hf.parallel.loading import default_device_map, experts_module, own_shard_class, set_expert_parameters
 from cap_hf.parallel.moving import gathered_state_dict, move_experts
 from cap_hf.topology import Topology
 
@@ -110,7 +110,8 @@ class CAPMoEModel(nn.Module):
         Args:
             name_or_path: what ``AutoModelForCausalLM.from_pretrained`` takes.
             cap_config: layout and pruning; default: experts in id order, no pruning.
-            **kwargs: everything Transformers takes (``dtype``, ``device_map``, ``attn_implementation``, ...).
+            **kwargs: everything Transformers takes (``dtype``, ``device_map``, ``attn_implementation``, ...). Several ranks on
+                GPUs load each to its own, unless ``device_map`` says otherwise.
 
         Raises:
             ValueError: on every rank, before weights are read, for an unsupported model, an argument that contradicts
@@ -139,7 +140,8 @@ class CAPMoEModel(nn.Module):
         with group.all_or_none():
             shard_class = own_shard_class(model_class, family, _owned(layout, group))
             with _one_progress_bar(group):
-                loaded = shard_class.from_pretrained(name_or_path, *model_args, experts_implementation=HOOK_NAME, **kwargs)
+                options = default_device_map(group) | kwargs | {"experts_implementation": HOOK_NAME}
+                loaded = shard_class.from_pretrained(name_or_path, *model_args, **options)
         model, *info = loaded if isinstance(loaded, tuple) else (loaded,)
         model.__class__ = model_class
         wrapper = cls.__new__(cls)

@@ -19,7 +19,7 @@ from cap_hf.families import family_of
 from cap_hf.models import EMBEDDED_MODELS, embedded_model
 from cap_hf.parallel.dispatch import Trip
 from cap_hf.parallel.groups import ExpertGroup, RankError, init_expert_group
-from cap_hf.parallel.loading import experts_module
+from cap_hf.parallel.loading import default_device_map, experts_module
 from cap_hf.recorder import record_texts
 
 LENGTHS = (24, 120)  # 18 and 90 KB of hidden states per rank
@@ -306,6 +306,17 @@ def rank_host_reads(name: str, dispatch: str) -> tuple[int, int]:
     return len(sizes), sum(event.name in waiting and not in_grouped_mm(event) for event in seen.events())
 
 
+def rank_device_map(name: str) -> tuple[dict[str, Any], float]:
+    """What a rank of a machine with GPUs would ask for, and the difference that a map makes to the logits."""
+    group = init_expert_group()
+    with mock.patch.object(torch.cuda, "is_available", lambda: True), mock.patch.object(torch.cuda, "current_device", lambda: group.rank):
+        asked = default_device_map(group)
+    with torch.no_grad():
+        mapped = CAPMoEModel.from_pretrained(embedded_model(name), dtype=torch.float32, device_map={"": "cpu"})
+        want, got = (model(input_ids=own_ids(name, group.rank)).logits for model in (load(name, None), mapped))
+    return asked, gap(got, want)
+
+
 def rank_error(name: str, what: str, folder: str) -> str:
     """Provoke one kind of bad input; every rank must raise, and the group must still work afterwards."""
     group = init_expert_group()
@@ -393,6 +404,11 @@ def test_shared_experts_run_once_and_while_rows_travel(rank_pool: Any) -> None:
 def test_the_host_waits_for_a_device_once_per_layer(rank_pool: Any, name: str, dispatch: str) -> None:
     """Whatever else asked a device for a value would wait for everything queued on it."""
     assert rank_pool(4).run(rank_host_reads, name, dispatch) == [(NUM_LAYERS, 0)] * 4
+
+
+def test_each_rank_loads_to_its_own_device(rank_pool: Any) -> None:
+    assert rank_pool(2).run(rank_device_map, EMBEDDED_MODELS[0]) == [({"device_map": {"": rank}}, 0.0) for rank in range(2)]
+    assert default_device_map(init_expert_group()) == {}
 
 
 @pytest.mark.parametrize("name", EMBEDDED_MODELS)

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from cap_hf.families import MoEFamily
+from cap_hf.parallel.groups import ExpertGroup
 
-__all__ = ["experts_module", "own_shard_class", "set_expert_parameters"]
+__all__ = ["default_device_map", "experts_module", "own_shard_class", "set_expert_parameters"]
 
 
 _QUANTISED_ENDINGS = ("_blocks", "_scales", ".weight_scale", ".weight_scale_inv", ".qweight", ".qzeros")  # mxfp4, fp8, GPTQ, AWQ
@@ -66,6 +67,11 @@ class _ChosenExperts:
         for target, expert in zip(packed, self.experts, strict=True):
             target.copy_(self.tensor[expert : expert + 1][0])
         return packed[index]
+
+
+def default_device_map(group: ExpertGroup) -> dict[str, Any]:
+    """``from_pretrained``'s argument that puts a rank's model on its GPU; none for a single process, or without GPUs."""
+    return {"device_map": {"": torch.cuda.current_device()}} if group.size > 1 and torch.cuda.is_available() else {}
 
 
 def experts_module(model: nn.Module, family: MoEFamily, layer_id: int) -> Any:
