@@ -101,6 +101,15 @@ def test_a_malformed_row_is_named(tmp_path: Path) -> None:
         prepare("gsm8k", None, tmp_path, tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", ["gsm8k", "mmlu", "wikitext"])
+def test_without_local_data_the_stock_task_asks_the_hub(name: str, tmp_path: Path) -> None:
+    """Tests run offline, so that asking is refused."""
+    with pytest.raises(
+        ValueError, match=r"the data of \w+ cannot be read .*(openai/gsm8k|cais/mmlu|EleutherAI/wikitext).* give --data-dir"
+    ):
+        load_task(name, None, tmp_path, 512, ExpertGroup())
+
+
 def test_other_data_is_read_anew(tmp_path: Path) -> None:
     """``datasets`` remembers what it has read by the names of folder and configuration."""
     (tmp_path / "gsm8k").mkdir()

@@ -74,7 +74,8 @@ def load_task(name: str, data_dir: Path | None, out: Path, max_length: int, grou
         ValueError: data that is missing or malformed; names file and row.
     """
     made = group.from_first(lambda: _write_files(name, data_dir, out))
-    subtasks = _built([Path(path) for path in made["files"]])
+    with group.all_or_none():
+        subtasks = _built([Path(path) for path in made["files"]])
     notes = tuple(note for task in subtasks.values() if (note := _shorten(task, max_length)))
     return EvalTask(name, subtasks, made["checksum"], name == "humaneval", notes[:1])
 
@@ -132,7 +133,7 @@ def _built(files: Sequence[Path]) -> dict[str, Any]:
     try:
         with mock.patch.object(evaluate, "load", load):
             return TaskManager(include_defaults=False).load([str(path) for path in files])["tasks"]
-    except datasets.exceptions.DatasetsError as error:
+    except (datasets.exceptions.DatasetsError, OSError) as error:
         raise ValueError(f"the data of {files[0].stem} cannot be read ({error}); give --data-dir with local copies") from error
     finally:
         if shown:
