@@ -164,7 +164,10 @@ def test_the_command_writes_tables_and_pictures(small_data: Path, tmp_path: Path
     assert [(row["task"], row["rule"]) for row in report["rows"]] == [
         (t, r) for t in ("mmlu", "wikitext") for r in ("none", "expert", "device")
     ]
-    assert report["provenance"]["documents"] == {"mmlu": 2, "wikitext": 2} and report["provenance"]["versions"]["lm_eval"]
+    assert (
+        report["provenance"]["documents, for mmlu per subject"] == {"mmlu": 2, "wikitext": 2}
+        and report["provenance"]["versions"]["lm_eval"]
+    )
     text = (tmp_path / "out" / "accuracy.md").read_text()
     assert "## Order" in text and report["provenance"]["data checksums"]["mmlu"] in text
     assert len((tmp_path / "out" / "accuracy.csv").read_text().splitlines()) == 7

@@ -92,6 +92,16 @@ def test_what_goes_the_wrong_way_is_said(changed: dict[str, Any], words: str) ->
     assert f"- {found[0]}" in report_text([*well_behaved()[:-1], changed], FACTS)
 
 
+def test_answers_that_return_are_said() -> None:
+    """Of 30 answers that differ at 0.2, 20 are again as at p = 0 at 0.3."""
+    changed = well_behaved()
+    for number, item in enumerate(changed[3]["items"].values()):
+        item["answer"] = "other" if number < 30 else item["answer"]
+    for (key, item), number in zip(changed[4]["items"].items(), range(ITEMS), strict=True):
+        item["answer"] = "other" if number < 10 else changed[0]["items"][key]["answer"]
+    assert checks(changed) == ["gsm8k, device pruning, p = 0.2 to 0.3: 20 answers return to those of p = 0, 0 leave them"]
+
+
 def test_chance_is_not_reported() -> None:
     luck = record("device", 0.3, 0.05, 31)  # two more right than at 0.2
     assert checks([*well_behaved()[:-1], luck]) == []
@@ -110,6 +120,7 @@ def test_files_hold_the_rows_and_pictures_start_at_no_pruning(tmp_path: Path) ->
     panels = panels_of(rows)
     assert panels["strict"] == {"expert": [(0.0, 0.75), (0.2, 0.7), (0.3, 0.625)], "device": [(0.0, 0.75), (0.2, 0.725), (0.3, 0.65)]}
     assert {"strict: share of flips", "nats per token of the references", "KL to p = 0, nats", "devices/token"} <= panels.keys()
+    assert all(line[0] == (0.0, 0.0) and len(line) == 3 for line in panels["KL to p = 0, nats"].values())
     written = write_report(well_behaved(), FACTS, tmp_path)
     assert [path.name for path in written] == ["accuracy.md", "accuracy.json", "accuracy.csv", "gsm8k.png"]
     assert read_json(tmp_path / "accuracy.json", "eval_report")["rows"] == rows

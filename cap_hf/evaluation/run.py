@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tqdm import tqdm
@@ -106,12 +109,13 @@ def evaluate(
     """
     limits = limits or {}
     check_request(tasks, allow_code, limits, batch_size)
-    group = model.group
-    lm = CapLM(model, tokenizer, batch_size)
-    loaded = [load_task(name, data_dir, out, lm.max_length, group) for name in tasks]
-    work = {task.name: _units(lm, task, limits.get(task.name)) for task in loaded}
-    before, records = model.cap_config, []
-    try:
+    group, before, records = model.group, model.cap_config, []
+    with ExitStack() as stack:
+        stack.enter_context(_quiet_harness())
+        stack.callback(lambda: model.set_pruning(before.pruning, before.prune_threshold))
+        lm = CapLM(model, tokenizer, batch_size)
+        loaded = [load_task(name, data_dir, out, lm.max_length, group) for name in tasks]
+        work = {task.name: _units(lm, task, limits.get(task.name)) for task in loaded}
         with tqdm(total=sum(work.values()) * len(settings) // group.size, unit="request", disable=group.rank > 0 or not progress) as bar:
             lm.progress = bar.update
             for task, setting in product(loaded, settings):
@@ -127,9 +131,22 @@ def evaluate(
                 else:
                     bar.update(work[task.name] // group.size)
                 records.append(record)
-    finally:
-        model.set_pruning(before.pruning, before.prune_threshold)
     return records
+
+
+@contextmanager
+def _quiet_harness() -> Iterator[None]:
+    """Without the harness's remarks on how it is called, and its bars between the lines of ours."""
+    import lm_eval.api.task
+
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with mock.patch.object(lm_eval.api.task, "tqdm", partial(tqdm, disable=True)):
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def facts_of(
@@ -145,7 +162,7 @@ def facts_of(
         "processes": model.group.size,
         "pruning": f"{config.prune_solver} solver" + (", renormalized" if config.renormalize else ""),
         "data checksums": {record["task"]: record["checksum"] for record in records},
-        "documents": {record["task"]: limits.get(record["task"]) or "all" for record in records},
+        "documents, for mmlu per subject": {record["task"]: limits.get(record["task"]) or "all" for record in records},
         "batch size": batch_size,
         "KL to p = 0": "measured" if divergence else "left out",
         "few-shot seed": FEWSHOT_SEED,

@@ -133,7 +133,7 @@ def checks(records: Sequence[Mapping[str, Any]]) -> list[str]:
         for rule, line in of_rule.items():
             for before, after in pairwise(line):
                 span = f"{task}, {rule} pruning, p = {before['threshold']:g} to {after['threshold']:g}"
-                found += [f"{span}: {words}" for words in _steps_back(before, after)]
+                found += [f"{span}: {words}" for words in _steps_back(before, after, here[0])]
         for expert, device in zip(of_rule.get("expert", []), of_rule.get("device", []), strict=False):
             loss = _nats(expert, device)
             if loss.change > 0 and loss.is_sure:
@@ -142,7 +142,7 @@ def checks(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
-def _steps_back(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def _steps_back(before: Mapping[str, Any], after: Mapping[str, Any], unpruned: Mapping[str, Any]) -> list[str]:
     """What got better from one threshold to the next higher one."""
     words = []
     nats = _nats(before, after)
@@ -153,6 +153,10 @@ def _steps_back(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
         better, worse = sum(now > then for then, now in pairs), sum(now < then for then, now in pairs)
         if better > worse and sign_test(worse, better) < SURE:
             words.append(f"{SCORES.get(name, name)} rises: {better} items turn right, {worse} wrong")
+    answers = [(item["answer"], before["items"][key]["answer"], after["items"][key]["answer"]) for key, item in unpruned["items"].items()]
+    back, away = sum(first == now != then for first, then, now in answers), sum(first == then != now for first, then, now in answers)
+    if back > away and sign_test(back, away) < SURE:
+        words.append(f"{back} answers return to those of p = 0, {away} leave them")
     gaps = before["divergence"], after["divergence"]
     if all(gaps) and len(gaps[0]) == len(gaps[1]):
         more = paired_change([now - then for (then, _), (now, _) in zip(*gaps, strict=True)], [count for _, count in gaps[0]])
@@ -211,11 +215,13 @@ def panels_of(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, floa
     rules = list(dict.fromkeys(row["rule"] for row in rows[1:]))
     panels = {}
     for name, title in titles.items():
-        lines = {
+        points = {
             rule: [(row["threshold"], row[name]) for row in rows if row["rule"] in ("none", rule) and row.get(name) is not None]
             for rule in rules
         }
-        if all(lines.values()) and lines:
+        start = [(0.0, 0.0)] if name == "divergence" else []  # by definition
+        lines = {rule: start + each for rule, each in points.items() if each}
+        if lines:
             panels[title] = lines
     return panels
 
