@@ -104,7 +104,8 @@ def _eval(args: argparse.Namespace) -> None:
     check_request(tasks, args.run_generated_code, limits, args.batch_size)
     data_dir, out = find_data_dir(args.data_dir), Path(args.output_dir or f"build/eval/{Path(args.model).name}")
     model, tokenizer = _load(args.model, _config(args))
-    options = {"limits": limits, "batch_size": args.batch_size, "divergence": not args.no_divergence, "model_name": args.model}
+    options = {"limits": limits, "batch_size": args.batch_size, "model_name": args.model}
+    options |= {"divergence": not args.no_divergence, "references": not args.no_references}
     records = evaluate(
         model, tokenizer, tasks, settings, out, data_dir=data_dir, allow_code=args.run_generated_code, progress=not args.json, **options
     )

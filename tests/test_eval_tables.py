@@ -102,6 +102,16 @@ def test_answers_that_return_are_said() -> None:
     assert checks(changed) == ["gsm8k, device pruning, p = 0.2 to 0.3: 20 answers return to those of p = 0, 0 leave them"]
 
 
+def test_references_that_were_not_scored_leave_no_columns() -> None:
+    records = well_behaved()
+    for each in records:
+        each["divergence"] = []
+        for item in each["items"].values():
+            del item["loglikelihood"]
+    assert "nats/token" not in report_text(records, FACTS) and "gsm8k strict" in main_table(rows_of(records))
+    assert checks(records) == []
+
+
 def test_chance_is_not_reported() -> None:
     luck = record("device", 0.3, 0.05, 31)  # two more right than at 0.2
     assert checks([*well_behaved()[:-1], luck]) == []

@@ -41,7 +41,8 @@ def measures(record: Record, unpruned: Record) -> dict[str, float | None]:
         For each score (accuracy) ``name``: ``name`` and ``name_stderr``, ``name_flips`` (share of items that turned right or
         wrong) and ``name_p_value`` of the exact sign test on them. ``changed``: share of other answers. ``nats_per_token``
         of the reference answers or the text, its ``_change``, ``_change_stderr`` and ``_p_value`` (paired t-test over items,
-        each weighted by its tokens); ``perplexity``; ``word_perplexity`` of texts; ``divergence``: mean KL to p = 0 in nats per position.
+        each weighted by its tokens), where references were scored; ``perplexity``; ``word_perplexity`` of texts;
+        ``divergence``: mean KL to p = 0 in nats per position.
 
     Raises:
         ValueError: the records are of different items or prompts.
@@ -61,6 +62,10 @@ def measures(record: Record, unpruned: Record) -> dict[str, float | None]:
         result[f"{name}_p_value"] = sign_test(int((now < before).sum()), int((now > before).sum()))
     if first["scores"]:
         result["changed"] = float(np.mean([items[key]["answer"] != base[key]["answer"] for key in items]))
+    gaps = record.get("divergence") or []
+    result["divergence"] = float(sum(gap for gap, _ in gaps) / max(sum(count for _, count in gaps), 1)) if gaps else None
+    if "loglikelihood" not in first:
+        return result
     tokens = np.array([item["tokens"] for item in items.values()], dtype=float)
     now, before = (-np.array([item["loglikelihood"] for item in each.values()]) for each in (items, base))
     result["nats_per_token"] = float(now.sum() / tokens.sum())
@@ -68,8 +73,6 @@ def measures(record: Record, unpruned: Record) -> dict[str, float | None]:
     if not first["scores"]:
         result["perplexity"] = math.exp(min(now.sum() / tokens.sum(), 700.0))
         result["word_perplexity"] = math.exp(min(now.sum() / sum(item["words"] for item in items.values()), 700.0))
-    gaps = record.get("divergence") or []
-    result["divergence"] = float(sum(gap for gap, _ in gaps) / max(sum(count for _, count in gaps), 1)) if gaps else None
     return result
 
 

@@ -88,6 +88,7 @@ def evaluate(
     batch_size: int = 8,
     allow_code: bool = False,
     divergence: bool = True,
+    references: bool = True,
     model_name: str = "",
     progress: bool = True,
 ) -> list[dict[str, Any]]:
@@ -101,6 +102,7 @@ def evaluate(
         batch_size: rows per forward.
         allow_code: run model-written programs (HumanEval) in the sandbox.
         divergence: compare next-token distributions with p = 0, at one more forward per scored batch.
+        references: score the reference answers of tasks that generate, one more request per document.
         model_name: what the records call the model.
         progress: show a bar with the time left.
 
@@ -115,18 +117,18 @@ def evaluate(
         stack.callback(lambda: model.set_pruning(before.pruning, before.prune_threshold))
         lm = CapLM(model, tokenizer, batch_size)
         loaded = [load_task(name, data_dir, out, lm.max_length, group) for name in tasks]
-        work = {task.name: _units(lm, task, limits.get(task.name)) for task in loaded}
+        work = {task.name: _units(lm, task, limits.get(task.name), references) for task in loaded}
         with tqdm(total=sum(work.values()) * len(settings) // group.size, unit="request", disable=group.rank > 0 or not progress) as bar:
             lm.progress = bar.update
             for task, setting in product(loaded, settings):
                 bar.set_description(f"{task.name}, {setting}")
                 limit = limits.get(task.name)
                 path = out / "records" / f"{task.name.replace('/', '_')}__{setting.rule}_{setting.threshold:g}.json"
-                key = _key(model, task, setting, limit, batch_size, divergence, model_name)
+                key = _key(model, task, setting, limit, (batch_size, divergence and setting.threshold > 0, references), model_name)
                 record = group.from_first(partial(_finished, path, key))
                 if record is None:
                     model.set_pruning(setting.rule, setting.threshold)
-                    record = {"key": key, **_record(lm, task, setting, limit, divergence)}
+                    record = {"key": key, **_record(lm, task, setting, limit, divergence, references)}
                     group.from_first(partial(write_json, path, "eval_record", record))
                 else:
                     bar.update(work[task.name] // group.size)
@@ -150,7 +152,13 @@ def _quiet_harness() -> Iterator[None]:
 
 
 def facts_of(
-    model: CAPMoEModel, records: Sequence[Mapping[str, Any]], limits: Limits, batch_size: int, divergence: bool, model_name: str
+    model: CAPMoEModel,
+    records: Sequence[Mapping[str, Any]],
+    limits: Limits,
+    batch_size: int,
+    divergence: bool,
+    references: bool,
+    model_name: str,
 ) -> dict[str, Any]:
     """Provenance of some records: what was evaluated, on what, with what and where."""
     config, topology = model.cap_config, model.layout.topology
@@ -165,25 +173,17 @@ def facts_of(
         "documents, for mmlu per subject": {record["task"]: limits.get(record["task"]) or "all" for record in records},
         "batch size": batch_size,
         "KL to p = 0": "measured" if divergence else "left out",
+        "reference answers": "scored" if references else "left out",
         "few-shot seed": FEWSHOT_SEED,
         "device": device,
         **provenance(),
     }
 
 
-def _key(
-    model: CAPMoEModel, task: EvalTask, setting: Setting, limit: int | None, batch_size: int, divergence: bool, model_name: str
-) -> str:
+def _key(model: CAPMoEModel, task: EvalTask, setting: Setting, limit: int | None, how: tuple[Any, ...], model_name: str) -> str:
     """Hash of all that a record depends on."""
     config = model.cap_config
-    options = (
-        config.prune_solver,
-        config.renormalize,
-        config.wire_dtype,
-        str(model.dtype),
-        batch_size,
-        divergence and setting.threshold > 0,
-    )
+    options = (config.prune_solver, config.renormalize, config.wire_dtype, str(model.dtype), *how)
     what = (model_name, model.layout.fingerprint, task.name, task.checksum, task.notes, setting.rule, setting.threshold, limit, options)
     return hashlib.sha256(json.dumps([*what, provenance()["versions"]]).encode()).hexdigest()[:16]
 
@@ -197,7 +197,7 @@ def _finished(path: Path, key: str) -> dict[str, Any] | None:
     return record if record.get("key") == key else None
 
 
-def _units(lm: CapLM, task: EvalTask, limit: int | None) -> int:
+def _units(lm: CapLM, task: EvalTask, limit: int | None, references: bool) -> int:
     """Requests of one task at one setting, as the progress bar counts them."""
     total = 0
     for subtask in task.subtasks.values():
@@ -205,11 +205,11 @@ def _units(lm: CapLM, task: EvalTask, limit: int | None) -> int:
         if subtask.OUTPUT_TYPE == "loglikelihood_rolling":
             total += sum(-(-len(lm.tok_encode(subtask.doc_to_target(document))) // lm.max_length) for document in documents)
         else:
-            total += (4 if subtask.OUTPUT_TYPE == "multiple_choice" else 2) * len(documents)
+            total += (4 if subtask.OUTPUT_TYPE == "multiple_choice" else 1 + references) * len(documents)
     return total
 
 
-def _record(lm: CapLM, task: EvalTask, setting: Setting, limit: int | None, divergence: bool) -> dict[str, Any]:
+def _record(lm: CapLM, task: EvalTask, setting: Setting, limit: int | None, divergence: bool, references: bool) -> dict[str, Any]:
     """What one task gives at one setting."""
     import lm_eval
 
@@ -228,7 +228,7 @@ def _record(lm: CapLM, task: EvalTask, setting: Setting, limit: int | None, dive
             for sample in samples:
                 asked.update(repr(sample["arguments"]).encode())
                 _add(items, f"{name}/{sample['doc_id']}", sample)
-        _score_references(lm, task, results["samples"], items)
+        _score_references(lm, task, results["samples"], items, references)
         gaps, routing = lm.divergences(), lm.meter.means()
         truncated = sum(lm.wrapped.group.gather_json(lm.truncated))
     return {
@@ -263,7 +263,7 @@ def _add(items: dict[str, Any], key: str, sample: dict[str, Any]) -> None:
         item["answer"] += f"{filter_name}: {responses[0]}\n"
 
 
-def _score_references(lm: CapLM, task: EvalTask, samples: dict[str, Any], items: dict[str, Any]) -> None:
+def _score_references(lm: CapLM, task: EvalTask, samples: dict[str, Any], items: dict[str, Any], references: bool) -> None:
     """Log-likelihoods of the reference answers of generating tasks, and tokens of all references that were scored."""
     from lm_eval.api.instance import Instance
 
@@ -279,7 +279,7 @@ def _score_references(lm: CapLM, task: EvalTask, samples: dict[str, Any], items:
                 items[key]["tokens"] = len(lm.tok_encode(sample["arguments"][0][0]))
             elif subtask.OUTPUT_TYPE == "multiple_choice":
                 items[key]["tokens"] = 1
-            else:
+            elif references:
                 reference = sample["doc"].get("canonical_solution") or f" {sample['target']}"
                 items[key]["tokens"] = len(lm.tok_encode(reference, add_special_tokens=False))
                 requests.append(

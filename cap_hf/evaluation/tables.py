@@ -100,9 +100,11 @@ def task_table(rows: Sequence[Row]) -> str:
             line |= {f"{title}: flips": f"{row[f'{name}_flips']:.1%}", f"{title}: p-value": f"{row[f'{name}_p_value']:.2g}"}
         if row.get("changed") is not None:
             line["other answers"] = f"{row['changed']:.1%}"
-        line["nats/token"] = f"{row['nats_per_token']:.4f}"
-        line["change"] = _with_error(row["nats_per_token_change"], row["nats_per_token_change_stderr"], "+.4f")
-        line |= {"p-value": _number(row["nats_per_token_p_value"], ".2g"), "KL to p = 0": _number(row["divergence"], ".4f")}
+        if "nats_per_token" in row:
+            line["nats/token"] = f"{row['nats_per_token']:.4f}"
+            line["change"] = _with_error(row["nats_per_token_change"], row["nats_per_token_change_stderr"], "+.4f")
+            line["p-value"] = _number(row["nats_per_token_p_value"], ".2g")
+        line["KL to p = 0"] = _number(row["divergence"], ".4f")
         line |= {title: f"{row[name]:.3f}" for name, title in ROUTING.items()}
         lines.append(line)
     return _table(lines)
@@ -169,7 +171,9 @@ def _steps_back(before: Mapping[str, Any], after: Mapping[str, Any], unpruned: M
 
 
 def _nats(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
-    """Change of nats per token of the references, paired by item."""
+    """Change of nats per token of the references, paired by item; none where they were not scored."""
+    if any("loglikelihood" not in item for item in after["items"].values()):
+        return Change(0.0, None, None)
     pairs = [(before["items"][key], item) for key, item in after["items"].items()]
     return paired_change([then["loglikelihood"] - now["loglikelihood"] for then, now in pairs], [now["tokens"] for _, now in pairs])
 
