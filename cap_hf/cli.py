@@ -68,6 +68,7 @@ def _trace(args: argparse.Namespace) -> None:
 
 def _sequential(model: str, topology: Topology) -> ExpertLayout:
     """Experts of a checkpoint in id order."""
+    _check_model(model)
     from transformers import AutoConfig
 
     from cap_hf.families import family_of
@@ -78,8 +79,15 @@ def _sequential(model: str, topology: Topology) -> ExpertLayout:
     return ExpertLayout.sequential(len(layer_ids), family.num_experts(config), topology, layer_ids)
 
 
+def _check_model(model: str) -> None:
+    """A name that can only be meant as a path must exist; others may be on the Hub."""
+    if (model.startswith((".", "/", "~")) or model.count("/") != 1 and "/" in model) and not Path(model).is_dir():
+        raise ValueError(f"model folder {model!r} does not exist; give a checkpoint folder or a name on the Hub")
+
+
 def _load(model: str, config: CAPConfig) -> tuple[Any, Any]:
     """The model, in the type of its checkpoint and on a GPU where there is one, and its tokenizer."""
+    _check_model(model)
     import torch
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -100,9 +108,9 @@ def _eval(args: argparse.Namespace) -> None:
 
     tasks = args.tasks.split(",")
     settings = settings_of(["expert", "device"] if args.pruning == "both" else [args.pruning], _numbers(args.thresholds, "--thresholds"))
-    limits = _limits(args.limit, tasks)
-    check_request(tasks, args.run_generated_code, limits, args.batch_size)
-    data_dir, out = find_data_dir(args.data_dir), Path(args.output_dir or f"build/eval/{Path(args.model).name}")
+    limits, out = _limits(args.limit, tasks), Path(args.output_dir or f"build/eval/{Path(args.model).name}")
+    check_request(tasks, args.run_generated_code, limits, args.batch_size, out)
+    data_dir = find_data_dir(args.data_dir)
     model, tokenizer = _load(args.model, _config(args))
     options = {"limits": limits, "batch_size": args.batch_size, "model_name": args.model}
     options |= {"divergence": not args.no_divergence, "references": not args.no_references}
@@ -121,9 +129,10 @@ def _eval(args: argparse.Namespace) -> None:
 def _threshold(args: argparse.Namespace) -> None:
     _require("scipy", "eval")
     from cap_hf.corpora import load_texts
-    from cap_hf.evaluation.threshold import choose_threshold
+    from cap_hf.evaluation.threshold import check_choice, choose_threshold
 
     budget = _share(args.budget, "--budget")
+    check_choice(budget, args.measure, args.pruning, args.confidence, args.resolution, args.num_tokens, args.batch_size)
     texts = _read_texts(args.text_file) if args.text_file else load_texts(args.corpus, "test", args.data_dir)
     model, tokenizer = _load(args.model, _config(args))
     options = (args.measure, args.pruning, args.confidence, args.resolution, args.num_tokens, args.batch_size)
@@ -136,7 +145,7 @@ def _threshold(args: argparse.Namespace) -> None:
             {
                 "p": f"{step.threshold:g}",
                 args.measure: f"{step.cost:+.3%}",
-                f"at {args.confidence:.0%} confidence below": f"{step.upper_bound:+.3%}",
+                f"at {100 * args.confidence:g}% confidence below": f"{step.upper_bound:+.3%}",
                 "devices/token": f"{step.devices_per_token:.3f}",
                 "score kept": f"{step.score_kept:.3f}",
             }
@@ -184,15 +193,18 @@ def _config(args: argparse.Namespace) -> CAPConfig:
             raise ValueError(f"--num-ranks {args.num_ranks} beside --layout, which says itself how many ranks it is for; leave one out")
         return CAPConfig(layout=ExpertLayout.load(args.layout), **rules)
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    return CAPConfig(layout=_sequential(args.model, Topology(args.num_ranks or (size if size > 1 else 8))), **rules)
+    num_ranks = args.num_ranks if args.num_ranks is not None else size if size > 1 else 8
+    return CAPConfig(layout=_sequential(args.model, Topology(num_ranks)), **rules)
 
 
 def _read_texts(path: str) -> list[str]:
     """Texts of a UTF-8 file, separated by empty lines."""
+    from cap_hf.corpora import read_text
+
     try:
-        return Path(path).read_text(encoding="utf-8").split("\n\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"text file {path} cannot be read as UTF-8 ({error}); give another file") from error
+        return read_text(path).split("\n\n")
+    except OSError as error:
+        raise ValueError(f"text file {path} cannot be read ({error}); give another file") from error
 
 
 def _placer(args: argparse.Namespace) -> Placer:

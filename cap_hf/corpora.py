@@ -12,13 +12,15 @@ import json
 import os
 import re
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["CORPORA", "find_data_dir", "load_texts", "token_blocks"]
+__all__ = ["CORPORA", "csv_rows", "find_data_dir", "json_lines", "load_texts", "read_text", "token_blocks"]
 
 SPLITS = ("train", "test")
 HELD_OUT_EVERY = 20  # corpora without a split of their own: each 20th document is "test"
@@ -83,16 +85,55 @@ def token_blocks(tokenizer: Any, texts: Iterable[str], block_size: int, max_bloc
     return np.array(ids[: num_blocks * block_size], dtype=np.int64).reshape(num_blocks, block_size)
 
 
+def read_text(path: str | Path) -> str:
+    """A UTF-8 file, without a byte order mark.
+
+    Raises:
+        ValueError: a file that is not UTF-8.
+        OSError: a file that cannot be read.
+    """
+    with _named(path):
+        return Path(path).read_text(encoding="utf-8-sig")
+
+
+@contextmanager
+def _named(path: str | Path) -> Iterator[None]:
+    """What goes wrong inside with the bytes of a file becomes a ValueError that names it."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged or cut off ({error}); fetch it again") from error
+
+
 def json_lines(path: Path, *fields: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the named fields of each row of a .jsonl or .jsonl.gz file; errors carry the row number."""
+    """Yield the named fields of each row of a .jsonl or .jsonl.gz file, or the row itself; errors carry the row number."""
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
+    with _named(path), opener(path, "rt", encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
                 yield tuple(row[field] for field in fields) if fields else (row,)
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, row {number}: no JSON object with {', '.join(fields)} ({error!r}); repair the row") from error
+                wanted = f"a JSON object with {', '.join(fields)}" if fields else "JSON"
+                raise ValueError(f"{path}, row {number}: not {wanted} ({error!r}); repair the row") from error
+
+
+def csv_rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the line number and the cells by column name of each row of a .csv file with a header."""
+    with _named(path), path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        try:
+            for row in reader:
+                if None in row:
+                    cells = len(row) - 1 + len(row[None])
+                    raise ValueError(
+                        f"{path}, row {reader.line_num}: {cells} cells for {len(row) - 1} columns; put cells with commas in quotes"
+                    )
+                yield reader.line_num, row
+        except csv.Error as error:
+            raise ValueError(f"{path}, row {reader.line_num}: {error}; a quote is missing, perhaps") from error
 
 
 def _hub(repository: str, config: str | None, split: str) -> Any:
@@ -115,7 +156,7 @@ def _held_out(documents: list[str], split: str) -> list[str]:
 
 def _wikitext(split: str, root: Path | None) -> list[str]:
     if root:
-        raw = (root / "wikitext2" / ("wiki.valid.raw" if split == "train" else "wiki.test.raw")).read_text(encoding="utf-8")
+        raw = read_text(root / "wikitext2" / ("wiki.valid.raw" if split == "train" else "wiki.test.raw"))
     else:
         raw = "".join(_hub("Salesforce/wikitext", "wikitext-2-raw-v1", split)["text"])
     starts = [match.start() for match in _ARTICLE.finditer(raw)] or [0]
@@ -176,8 +217,7 @@ def _mmlu(split: str, root: Path | None) -> list[str]:
     texts = []
     part = "dev" if split == "train" else "test"
     for path in sorted((root / "mmlu" / part).glob(f"*_{part}.csv")):
-        with path.open(newline="", encoding="utf-8") as handle:
-            texts += ["\n".join([row["question"], *(row[f"choice{i}"] for i in range(4))]) for row in csv.DictReader(handle)]
+        texts += ["\n".join([row["question"], *(row[f"choice{i}"] for i in range(4))]) for _, row in csv_rows(path)]
     return texts
 
 

@@ -104,7 +104,7 @@ def test_trace_records_a_live_model(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("trace --model {missing} --num-ranks 4 --corpus python --threshold 1.5 --pruning device", "prune_threshold is 1.5"),
         ("trace --model {model} --num-ranks 100 --corpus python", "64 experts per layer for 100 ranks"),
         ("trace --model {model} --num-ranks 4 --corpus python --num-tokens 0", "--num-tokens is 0"),
-        ("trace --model {model} --num-ranks 4 --text-file {binary}", "cannot be read as UTF-8"),
+        ("trace --model {model} --num-ranks 4 --text-file {binary}", "is not UTF-8 text"),
         ("trace --model {missing} --num-ranks 4 --corpus c4", "unknown corpus 'c4'"),
     ],
 )

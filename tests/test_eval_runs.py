@@ -139,6 +139,20 @@ def test_a_run_goes_on_where_it_ended_and_only_on_the_same_grounds(small_data: P
     assert evaluated(small_data, tmp_path, limit=1)[1] == 2
 
 
+def test_other_weights_are_other_results(small_data: Path, tmp_path: Path) -> None:
+    """At the same path, and whether it is a dense weight or one of an expert that changes."""
+    model, tokenizer = load()
+    arguments = (tokenizer, ["wikitext"], settings_of(["device"], []), tmp_path, {"wikitext": 1}, small_data)
+    experts = model.model.get_submodule("model.layers.2.mlp.experts")
+    results = [evaluate(model, *arguments)]
+    for parameter in (model.model.model.norm.weight, experts.down_proj):
+        with torch.no_grad():
+            parameter.mul_(1.3)
+        results.append(evaluate(model, *arguments))
+    assert len({record[0]["key"] for record in results}) == 3
+    assert len({record[0]["items"]["wikitext/0"]["loglikelihood"] for record in results}) == 3
+
+
 def test_hostile_answers_fail_and_right_ones_pass(small_data: Path, tmp_path: Path) -> None:
     model, tokenizer = load()
     precious = tmp_path / "precious"
@@ -189,6 +203,10 @@ def test_the_command_writes_tables_and_pictures(small_data: Path, tmp_path: Path
         ("--tasks wikitext --batch-size 0", "batch size is 0"),
         ("--tasks text:nowhere.txt", "text:nowhere.txt is no readable UTF-8 file"),
         ("--tasks wikitext --layout nowhere.json", "nowhere.json cannot be read"),
+        ("--tasks wikitext --num-ranks 0", "num_ranks is 0"),
+        ("--tasks wikitext --model /nowhere", "model folder '/nowhere' does not exist"),
+        ("--tasks wikitext --output-dir /proc/x", "the output folder '/proc/x' cannot be written"),
+        ("--tasks wikitext --output-dir o[1]", "rename it"),
     ],
 )
 def test_a_wrong_request_is_one_line(
@@ -228,6 +246,17 @@ def test_what_exceeds_the_context_is_counted(small_data: Path, tmp_path: Path) -
     assert [record["truncated"] for (record,) in records] == [0, 4]  # two prompts to answer, two to score the reference after
 
 
+def test_a_reference_longer_than_the_context_is_cut(tmp_path: Path) -> None:
+    model, tokenizer = load()
+    data = write_data(tmp_path / "data")
+    text = (data / "gsm8k" / "test.jsonl").read_text().replace(" + 2 = ", " + 2 = " + "one and one and " * 200, 1)
+    (data / "gsm8k" / "test.jsonl").write_text(text)
+    with mock.patch.object(run, "load_task", shortened):
+        (record,) = evaluate(model, tokenizer, ["gsm8k"], settings_of(["device"], []), tmp_path / "o: x #1", {"gsm8k": 2}, data)
+    assert record["notes"] == ["1 reference answers are cut to fit the model's context"]
+    assert [item["tokens"] == 448 for item in record["items"].values()] == [True, False]
+
+
 def test_a_missing_subject_file_is_named(small_data: Path, tmp_path: Path) -> None:
     model, _ = load()
     write_data(tmp_path / "data")
@@ -258,7 +287,17 @@ def test_the_chosen_threshold_holds_the_budget_and_the_next_one_does_not() -> No
     nothing = chosen(8, 1e-6)
     assert nothing.threshold == 0 and nothing.saved == 0 and "none of" in str(nothing)
     flips = chosen(8, 0.1, measure="flips")
-    assert 0 < flips.cost <= flips.upper_bound <= 0.1 and all(step.cost <= 1 for step in flips.steps)
+    assert 0 < flips.cost < flips.upper_bound <= 0.1 and all(step.cost <= 1 for step in flips.steps)
+
+
+def test_no_flips_at_all_are_no_proof() -> None:
+    """None in n positions leave 3 / n possible at 95 % confidence."""
+    model, tokenizer = load()
+    texts = load_texts("python", "test")[:2]
+    choice = choose_threshold(model, tokenizer, texts, 1e-9, "flips", num_tokens=1024, resolution=0.0005, progress=False)
+    assert choice.threshold == 0
+    least = min((step for step in choice.steps if step.threshold), key=lambda step: step.cost)
+    assert least.cost < 0.002 and least.upper_bound >= 0.9 * 3 / 1022
 
 
 def test_two_ranks_choose_as_one_process_that_plays_them(rank_pool: Any) -> None:
@@ -277,6 +316,8 @@ def test_bad_arguments_of_the_choice_are_named(tmp_path: Path, capsys: pytest.Ca
         ({"rule": "node"}, "rule 'node'"),
         ({"confidence": 1.0}, "confidence is 1.0"),
         ({"resolution": 0.0}, "resolution is 0.0"),
+        ({"num_tokens": 600}, "num_tokens is 600; at least 1024"),
+        ({"batch_size": 0}, "batch size is 0"),
     ):
         with pytest.raises(ValueError, match=words):
             choose_threshold(model, tokenizer, ["text"], **{"budget": 0.01, **options})
@@ -284,7 +325,7 @@ def test_bad_arguments_of_the_choice_are_named(tmp_path: Path, capsys: pytest.Ca
     short.write_text("Too short. " * 200)  # one block of 512 tokens, and a bit
     model = str(embedded_model("tiny_qwen3_moe"))
     assert main(["threshold", "--model", model, "--budget", "1%", "--text-file", str(short)]) == 2
-    assert "calibration text has" in capsys.readouterr().err
+    assert "calibration text has less than 1024 tokens" in capsys.readouterr().err
     assert main(["threshold", "--model", model, "--budget", "cheap"]) == 2
     assert "--budget is 'cheap'" in capsys.readouterr().err
 

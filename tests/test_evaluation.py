@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from cap_hf.evaluation.data import prepare
-from cap_hf.evaluation.lm import owners_of
+from cap_hf.evaluation.lm import _real_positions, owners_of
 from cap_hf.evaluation.measures import measures, paired_change, sign_test
 from cap_hf.evaluation.run import Setting, settings_of
-from cap_hf.evaluation.tasks import check_tasks, load_task
+from cap_hf.evaluation.tasks import check_tasks, file_name, load_task
 from cap_hf.parallel.groups import ExpertGroup
 
 
@@ -83,22 +85,48 @@ def test_all_requests_of_a_document_go_to_one_rank() -> None:
     assert owners_of(requests, 3) == [0] * 4 + [1] * 4 + [2] * 4 + [0] * 4
 
 
-def test_a_malformed_row_is_named(tmp_path: Path) -> None:
+GOOD = json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("test", "words"),
+    [
+        (GOOD + '{"question": "q"}\n', r"test.jsonl, row 2: no field 'answer'"),
+        (GOOD + '{"question": "q", "answer": "2"}\n', r"row 2, field 'answer'.*####"),
+        (GOOD + "{\n", r"row 2: not JSON"),
+        (GOOD + "[1]\n", r"row 2: no field 'question' \(it holds list\)"),
+        ("", r"test.jsonl holds 0 rows; the task needs 1 or more"),
+        (b"\xff" + GOOD.encode(), r"test.jsonl is not UTF-8 text"),
+        (None, r"test.jsonl is missing"),
+    ],
+)
+def test_a_malformed_row_is_named(test: str | bytes | None, words: str, tmp_path: Path) -> None:
     folder = tmp_path / "gsm8k"
     folder.mkdir()
-    good = json.dumps({"question": "1 + 1?", "answer": "#### 2"}) + "\n"
-    (folder / "train.jsonl").write_text(good)
-    for bad, words in (
-        ('{"question": "q"}', r"test.jsonl, row 2: no field 'answer'"),
-        ('{"question": "q", "answer": "2"}', r"row 2, field 'answer'.*####"),
-        ("{", r"row 2: no JSON object"),
-    ):
-        (folder / "test.jsonl").write_text(good + bad + "\n")
-        with pytest.raises(ValueError, match=words):
-            prepare("gsm8k", None, tmp_path, tmp_path / "out")
-    (folder / "test.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"test.jsonl is missing"):
+    (folder / "train.jsonl").write_text("\ufeff" + 5 * GOOD)  # a byte order mark does no harm
+    if test is not None:
+        (folder / "test.jsonl").write_bytes(test if isinstance(test, bytes) else test.encode())
+    with pytest.raises(ValueError, match=words):
         prepare("gsm8k", None, tmp_path, tmp_path / "out")
+
+
+def test_too_few_examples_for_the_prompt_are_named(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(4 * GOOD)
+    with pytest.raises(ValueError, match=r"train.jsonl holds 4 rows; the task needs 5 or more"):
+        prepare("gsm8k", None, tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kept", [100, -100])
+def test_a_damaged_archive_is_named(kept: int, tmp_path: Path) -> None:
+    (tmp_path / "humaneval").mkdir()
+    content = bytearray(gzip.compress(json.dumps({"task_id": "x" * 5000}).encode()))
+    if kept > 0:
+        content[20:30] = b"\0" * 10
+    (tmp_path / "humaneval" / "HumanEval.jsonl.gz").write_bytes(content if kept > 0 else content[:-20])
+    with pytest.raises(ValueError, match=r"HumanEval.jsonl.gz is damaged or cut off"):
+        prepare("humaneval", None, tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "mmlu", "wikitext"])
@@ -115,15 +143,37 @@ def test_other_data_is_read_anew(tmp_path: Path) -> None:
     (tmp_path / "gsm8k").mkdir()
     for answer in ("#### 2", "#### 3"):
         for split in ("train", "test"):
-            (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": answer}) + "\n")
+            (tmp_path / "gsm8k" / f"{split}.jsonl").write_text(5 * (json.dumps({"question": "1 + 1?", "answer": answer}) + "\n"))
         task = load_task("gsm8k", tmp_path, tmp_path / "out", 512, ExpertGroup()).subtasks["gsm8k"]
-        assert [document["answer"] for document in task.test_docs()] == [answer]
+        assert [document["answer"] for document in task.test_docs()] == 5 * [answer]
 
 
-def test_an_mmlu_answer_must_be_an_index(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("q,a,b,c,d,B", r"row 7, field 'answer': 'B' is no index from 0 to 3"),
+        ("One, two or 3?,1,2,3,0,2", r"row 7: 7 cells for 6 columns; put cells with commas in quotes"),
+        ("q,a,b,c,d", r"row 7: no field 'answer'"),
+        (f"{'q' * 200_000},a,b,c,d,1", r"row \d: field larger than field limit"),
+    ],
+)
+def test_a_malformed_mmlu_row_is_named(row: str, words: str, tmp_path: Path) -> None:
     for split in ("dev", "test"):
         (tmp_path / "mmlu" / split).mkdir(parents=True)
-        path = tmp_path / "mmlu" / split / f"anatomy_{split}.csv"
-        path.write_text("question,choice0,choice1,choice2,choice3,answer\nq,a,b,c,d,B\n")
-    with pytest.raises(ValueError, match=r"anatomy_dev.csv, row 2, field 'answer': 'B' is no index from 0 to 3"):
+        rows = ["question,choice0,choice1,choice2,choice3,answer", *5 * ["q,a,b,c,d,1"], row]
+        (tmp_path / "mmlu" / split / f"anatomy_{split}.csv").write_text("\n".join(rows) + "\n")
+    with pytest.raises(ValueError, match=rf"anatomy_dev.csv, {words}"):
         prepare("mmlu", None, tmp_path, tmp_path / "out")
+
+
+def test_file_names_of_tasks_are_plain_and_unlike() -> None:
+    names = ["wikitext", "text:a/t.txt", "text:a_t.txt", "text:" + "x" * 300, "text:ü b.txt"]
+    files = [file_name(name) for name in names]
+    assert files[0] == "wikitext" and len(set(files)) == len(names)
+    assert all(len(file) < 80 and file.isascii() and "/" not in file and " " not in file for file in files)
+
+
+def test_a_row_may_end_in_the_id_that_fills_rows_up() -> None:
+    ids = torch.tensor([[5, 0, 0, 0], [5, 6, 7, 0], [0, 0, 0, 0], [9, 9, 0, 0]])
+    real = _real_positions(ids, {(5, 0, 0), (5, 6, 7), (0,), (9, 9, 0, 0)})
+    assert real.sum(1).tolist() == [3, 3, 1, 4]

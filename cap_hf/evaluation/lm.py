@@ -5,7 +5,7 @@ Letters: ``B`` rows of a batch, ``S`` positions, ``V`` vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ class CapLM(HFLM):
         """Of each scored continuation: the sum over its positions of KL(p = 0 || as pruned), in nats, and their number."""
         self._unpruned_BSV: torch.Tensor | None = None
         self._row = 0
+        self._rows: set[tuple[int, ...]] = set()
 
     @contextmanager
     def measuring(self, divergence: bool) -> Iterator[None]:
@@ -98,6 +99,7 @@ class CapLM(HFLM):
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
         self.truncated += sum(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
+        self._rows = {tuple((context + continuation)[-(self.max_length + 1) :][:-1]) for _, context, continuation in requests}
         answers = super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
         self.progress(sum(text is None for text, _, _ in requests))  # windows of whole texts
         return answers
@@ -109,8 +111,7 @@ class CapLM(HFLM):
         return super().tok_batch_encode(strings, *args, left_truncate_len=left_truncate_len, **kwargs)
 
     def _model_call(self, inps: torch.Tensor, attn_mask: Any = None, labels: Any = None) -> torch.Tensor:
-        # rows are filled up with id 0 behind their end, and no mask says so
-        self.meter.real = (inps.flip(1).cumsum(1) > 0).flip(1)
+        self.meter.real = _real_positions(inps, self._rows)
         logits_BSV = super()._model_call(inps, attn_mask, labels)
         self.meter.real = None
         self._row, self._unpruned_BSV = 0, None
@@ -127,6 +128,17 @@ class CapLM(HFLM):
             self.divergence.append((float(gap.sum()), len(gap)))
         self._row += 1
         return chosen
+
+
+def _real_positions(ids_BS: torch.Tensor, rows: Collection[tuple[int, ...]]) -> torch.Tensor:
+    """Where ``ids_BS`` holds one of ``rows``, (B, S) bool; behind its end a row is filled up with id 0, which may be a word too."""
+    real_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
+    for real_S, row in zip(real_BS, ids_BS.tolist(), strict=True):
+        end = len(row)
+        while end and row[end - 1] == 0:
+            end -= 1
+        real_S[: next((length for length in range(end, len(row) + 1) if tuple(row[:length]) in rows), end)] = True
+    return real_BS
 
 
 class _AnswerCounter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from tqdm import tqdm
 from cap_hf._files import read_json, write_json
 from cap_hf.config import CAPConfig
 from cap_hf.evaluation.lm import CapLM
-from cap_hf.evaluation.tasks import FEWSHOT_SEED, EvalTask, check_tasks, load_task
+from cap_hf.evaluation.tables import report_files
+from cap_hf.evaluation.tasks import FEWSHOT_SEED, EvalTask, check_tasks, file_name, load_task
 from cap_hf.modeling import CAPMoEModel
 from cap_hf.report import provenance
 
@@ -39,7 +41,7 @@ class Setting:
     threshold: float
 
     def __str__(self) -> str:
-        return f"{self.rule}, p = {self.threshold:g}" if self.threshold else "p = 0"
+        return f"{self.rule}, p = {self.threshold:.10g}" if self.threshold else "p = 0"
 
 
 def settings_of(rules: Sequence[str], thresholds: Sequence[float]) -> list[Setting]:
@@ -61,11 +63,12 @@ Limits = Mapping[str, int | None]
 """Documents per task, MMLU: per subject; a task that is not named, or None, takes all."""
 
 
-def check_request(tasks: Sequence[str], allow_code: bool, limits: Limits, batch_size: int) -> None:
-    """Refuse what cannot be run, before anything is loaded.
+def check_request(tasks: Sequence[str], allow_code: bool, limits: Limits, batch_size: int, out: Path) -> None:
+    """Refuse what cannot be run, before anything is loaded; makes the folder ``out``.
 
     Raises:
-        ValueError: an unknown or repeated task, HumanEval without leave to run generated code, a limit or batch size below 1.
+        ValueError: an unknown or repeated task, HumanEval without leave to run generated code, a limit or batch size below 1,
+            an output folder that cannot be written.
     """
     check_tasks(tasks, allow_code)
     for name, limit in limits.items():
@@ -75,6 +78,18 @@ def check_request(tasks: Sequence[str], allow_code: bool, limits: Limits, batch_
             raise ValueError(f"the limit of {name} is {limit}; it must be 1 or more documents, or left out for all")
     if batch_size < 1:
         raise ValueError(f"batch size is {batch_size}; it must be 1 or more rows")
+    if set("*?[]") & set(str(out.resolve())):
+        raise ValueError(
+            f"the output folder {str(out)!r} has *, ?, [ or ] in its path, which the datasets library takes as a pattern; rename it"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"the output folder {str(out)!r} cannot be written ({error}); give another") from error
+    if blocked := next((path for path in report_files(out) if path.is_dir()), None):
+        raise ValueError(f"{blocked} is a folder where a report is to be written; move it or give another output folder")
 
 
 def evaluate(
@@ -110,21 +125,22 @@ def evaluate(
         ValueError: as ``check_request``, and for bad data.
     """
     limits = limits or {}
-    check_request(tasks, allow_code, limits, batch_size)
+    check_request(tasks, allow_code, limits, batch_size, out)
     group, before, records = model.group, model.cap_config, []
     with ExitStack() as stack:
         stack.enter_context(_quiet_harness())
         stack.callback(lambda: model.set_pruning(before.pruning, before.prune_threshold))
         lm = CapLM(model, tokenizer, batch_size)
         loaded = [load_task(name, data_dir, out, lm.max_length, group) for name in tasks]
+        asked = _asked(model, tokenizer, model_name)
         work = {task.name: _units(lm, task, limits.get(task.name), references) for task in loaded}
         with tqdm(total=sum(work.values()) * len(settings) // group.size, unit="request", disable=group.rank > 0 or not progress) as bar:
             lm.progress = bar.update
             for task, setting in product(loaded, settings):
                 bar.set_description(f"{task.name}, {setting}")
                 limit = limits.get(task.name)
-                path = out / "records" / f"{task.name.replace('/', '_')}__{setting.rule}_{setting.threshold:g}.json"
-                key = _key(model, task, setting, limit, (batch_size, divergence and setting.threshold > 0, references), model_name)
+                path = out / "records" / f"{file_name(task.name)}__{setting.rule}_{setting.threshold!r}.json"
+                key = _key(asked, model, task, setting, limit, (batch_size, divergence and setting.threshold > 0, references))
                 record = group.from_first(partial(_finished, path, key))
                 if record is None:
                     model.set_pruning(setting.rule, setting.threshold)
@@ -180,12 +196,39 @@ def facts_of(
     }
 
 
-def _key(model: CAPMoEModel, task: EvalTask, setting: Setting, limit: int | None, how: tuple[Any, ...], model_name: str) -> str:
-    """Hash of all that a record depends on."""
+def _asked(model: CAPMoEModel, tokenizer: Any, model_name: str) -> str:
+    """Hash of who answers: weights, wherever they were loaded from, vocabulary, versions, commit, kind of device; the same on all ranks.
+
+    Of dense weights all bytes count, of each expert's the first ones: whatever trains or converts experts changes them too.
+    """
+    digest, samples = hashlib.sha256(), []
+    paths = [model.family.experts_path(layer_id) for layer_id in model.layout.layer_ids.tolist()]
+    for name, value in model.model.state_dict().items():
+        if not name.startswith(tuple(f"{path}." for path in paths)):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(_bytes(value))
+    for layer, path in enumerate(paths):
+        hosted = range(model.layout.num_experts) if model.group.size == 1 else model.layout.experts_of(layer, model.group.rank).tolist()
+        for name, parameter in model.model.get_submodule(path).named_parameters():
+            rows = _bytes(parameter.flatten(1)[:, :64]).reshape(len(parameter), -1)
+            samples += [[layer, name, expert, hashlib.sha256(row).hexdigest()[:16]] for expert, row in zip(hosted, rows, strict=True)]
+    everywhere = sorted(sample for rank in model.group.gather_json(samples) for sample in rank)
+    facts = provenance()
+    what = [model_name, everywhere, sorted(tokenizer.get_vocab().items()), facts["versions"], facts["commit"], model.device.type]
+    digest.update(json.dumps(what).encode())
+    return str(model.group.gather_json(digest.hexdigest())[0])
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _key(asked: str, model: CAPMoEModel, task: EvalTask, setting: Setting, limit: int | None, how: tuple[Any, ...]) -> str:
+    """Hash of all that a record depends on; ``asked`` is that of the model."""
     config = model.cap_config
     options = (config.prune_solver, config.renormalize, config.wire_dtype, str(model.dtype), *how)
-    what = (model_name, model.layout.fingerprint, task.name, task.checksum, task.notes, setting.rule, setting.threshold, limit, options)
-    return hashlib.sha256(json.dumps([*what, provenance()["versions"]]).encode()).hexdigest()[:16]
+    what = (asked, model.layout.fingerprint, task.name, task.checksum, task.notes, setting.rule, setting.threshold, limit, options)
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 def _finished(path: Path, key: str) -> dict[str, Any] | None:
@@ -194,7 +237,7 @@ def _finished(path: Path, key: str) -> dict[str, Any] | None:
         record = read_json(path, "eval_record")
     except ValueError:
         return None
-    return record if record.get("key") == key else None
+    return record if record.get("key") == key and record.get("items") else None
 
 
 def _units(lm: CapLM, task: EvalTask, limit: int | None, references: bool) -> int:
@@ -228,7 +271,7 @@ def _record(lm: CapLM, task: EvalTask, setting: Setting, limit: int | None, dive
             for sample in samples:
                 asked.update(repr(sample["arguments"]).encode())
                 _add(items, f"{name}/{sample['doc_id']}", sample)
-        _score_references(lm, task, results["samples"], items, references)
+        num_cut = _score_references(lm, task, results["samples"], items, references)
         gaps, routing = lm.divergences(), lm.meter.means()
         truncated = sum(lm.wrapped.group.gather_json(lm.truncated))
     return {
@@ -239,7 +282,7 @@ def _record(lm: CapLM, task: EvalTask, setting: Setting, limit: int | None, dive
         "divergence": gaps,
         "routing": routing,
         "truncated": truncated,
-        "notes": list(task.notes),
+        "notes": [*task.notes, *([f"{num_cut} reference answers are cut to fit the model's context"] if num_cut else [])],
         "checksum": task.checksum,
         "requests": asked.hexdigest()[:16],
     }
@@ -263,11 +306,11 @@ def _add(items: dict[str, Any], key: str, sample: dict[str, Any]) -> None:
         item["answer"] += f"{filter_name}: {responses[0]}\n"
 
 
-def _score_references(lm: CapLM, task: EvalTask, samples: dict[str, Any], items: dict[str, Any], references: bool) -> None:
-    """Log-likelihoods of the reference answers of generating tasks, and tokens of all references that were scored."""
+def _score_references(lm: CapLM, task: EvalTask, samples: dict[str, Any], items: dict[str, Any], references: bool) -> int:
+    """Log-likelihoods of the reference answers of generating tasks, and tokens of all references; how many were cut."""
     from lm_eval.api.instance import Instance
 
-    requests = []
+    requests, num_cut, most = [], 0, lm.max_length * 7 // 8
     for name, views in samples.items():
         subtask, seen = task.subtasks[name], set()
         for sample in views:
@@ -281,9 +324,14 @@ def _score_references(lm: CapLM, task: EvalTask, samples: dict[str, Any], items:
                 items[key]["tokens"] = 1
             elif references:
                 reference = sample["doc"].get("canonical_solution") or f" {sample['target']}"
-                items[key]["tokens"] = len(lm.tok_encode(reference, add_special_tokens=False))
+                tokens = lm.tok_encode(reference, add_special_tokens=False)
+                if len(tokens) > most:  # the harness takes no answer that is longer than the context
+                    tokens, num_cut = tokens[:most], num_cut + 1
+                    reference = lm.tok_decode(tokens)
+                items[key]["tokens"] = len(tokens)
                 requests.append(
                     Instance("loglikelihood", sample["doc"], (sample["arguments"][0][0], reference), 0, (name, sample["doc_id"], 1))
                 )
     for request, (value, _) in zip(requests, lm.loglikelihood(requests) if requests else [], strict=True):
         items[f"{request.task_name}/{request.doc_id}"]["loglikelihood"] = value
+    return num_cut

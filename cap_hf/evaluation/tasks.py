@@ -6,6 +6,8 @@ The YAML files in ``tasks/`` include the stock ones; they are written out with t
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from unittest import mock
 from cap_hf.evaluation.data import LocalData, prepare
 from cap_hf.parallel.groups import ExpertGroup
 
-__all__ = ["TASKS", "EvalTask", "check_tasks", "load_task"]
+__all__ = ["TASKS", "EvalTask", "check_tasks", "file_name", "load_task"]
 
 FEWSHOT_SEED = 1234  # lm-evaluation-harness's own default
 TEMPLATES = Path(__file__).with_name("tasks")
@@ -80,10 +82,16 @@ def load_task(name: str, data_dir: Path | None, out: Path, max_length: int, grou
     return EvalTask(name, subtasks, made["checksum"], name == "humaneval", notes[:1])
 
 
+def file_name(task: str) -> str:
+    """A name for files of a task: the task's own where that is plain, else one with a checksum, so that no two are alike."""
+    safe = "".join(letter if letter.isascii() and letter.isalnum() or letter in "._-" else "_" for letter in task)
+    return safe if safe == task else f"{safe[-60:]}-{hashlib.sha256(task.encode()).hexdigest()[:8]}"
+
+
 def _write_files(name: str, data_dir: Path | None, out: Path) -> dict[str, Any]:
     """Task files of one task, and the data that they read."""
     kind, _, source = name.partition(":")
-    safe = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)
+    safe = file_name(name)
     data = prepare(kind, source, data_dir, out / "data" / safe)
     template = (TEMPLATES / f"{kind}.yaml").read_text().replace("{stock}", str(_stock()))
     files = []
@@ -92,7 +100,7 @@ def _write_files(name: str, data_dir: Path | None, out: Path) -> dict[str, Any]:
         text = template.replace("{subject}", subject) + f"task: {task_name}\n"
         if data is not None:
             config = subject or next(path.name for path in data.path.iterdir() if path.is_dir())
-            text += f"dataset_path: {data.path.resolve()}\ndataset_name: {config}\n"
+            text += f"dataset_path: {json.dumps(str(data.path.resolve()))}\ndataset_name: {config}\n"
         files.append(out / "tasks" / f"{task_name}.yaml")
         files[-1].parent.mkdir(parents=True, exist_ok=True)
         files[-1].write_text(text)

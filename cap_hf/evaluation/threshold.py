@@ -64,10 +64,10 @@ class ThresholdChoice:
         words = {"perplexity": "perplexity", "flips": "flips of the most likely token"}[self.measure]
         tried = f"{len(self.steps) - 1} thresholds on {self.num_tokens:,} tokens"
         if self.threshold == 0:
-            held = f"within {self.budget:.2%} at {self.confidence:.0%} confidence"
+            held = f"within {self.budget:.2%} at {100 * self.confidence:g}% confidence"
             return f"p = 0: none of {tried} keeps {words} {held}; give more text or a larger budget"
         return (
-            f"p = {self.threshold:g}: {words} +{self.cost:.2%} (at most +{self.upper_bound:.2%} at {self.confidence:.0%} confidence, "
+            f"p = {self.threshold:g}: {words} +{self.cost:.2%} (at most +{self.upper_bound:.2%} at {100 * self.confidence:g}% confidence, "
             f"budget {self.budget:.2%}), devices per token {self.devices_unpruned:.2f} -> {self.devices_per_token:.2f} "
             f"({-self.saved:+.0%}); {tried}"
         )
@@ -88,15 +88,16 @@ def choose_threshold(
 ) -> ThresholdChoice:
     """Bisect p until it is known to ``resolution``; every rank calls with the same, and the model's own pruning stays as it was.
 
-    A threshold holds the budget if the upper confidence bound of its cost does: the error is of the mean over blocks, each
-    paired with itself at p = 0. What is returned has been measured, whether or not costs rise evenly with p.
+    A threshold holds the budget if the upper confidence bound of its cost does: Student's t on the blocks, each paired with
+    itself at p = 0, and for flips at least Clopper and Pearson's bound. Give some dozen blocks or more, for a handful of them
+    says little about the others. What is returned has been measured, whether or not costs rise evenly with p.
 
     Args:
         texts: calibration text, like what the model is used for.
         budget: the most it may cost: 0.01 is 1 % perplexity, or 1 % flips.
         measure: one of ``MEASURES``.
         rule: "device" or "expert".
-        confidence: of the bound, in [0.5, 1); 0.5 takes the measured cost itself.
+        confidence: of the bound, from 0.5, which takes the measured cost itself, to 0.9999.
         resolution: p is a multiple of it.
         num_tokens: of the text, at most.
         batch_size: blocks per forward.
@@ -104,7 +105,7 @@ def choose_threshold(
     Raises:
         ValueError: an argument out of range, or a text of fewer than two blocks.
     """
-    _check(budget, measure, rule, confidence, resolution)
+    check_choice(budget, measure, rule, confidence, resolution, num_tokens, batch_size)
     blocks = _blocks(model, tokenizer, texts, num_tokens)
     scorer = _Scorer(model, blocks, batch_size)
     before = model.cap_config
@@ -127,24 +128,31 @@ def choose_threshold(
     )  # fmt: skip
 
 
-def _check(budget: float, measure: str, rule: str, confidence: float, resolution: float) -> None:
+def check_choice(budget: float, measure: str, rule: str, confidence: float, resolution: float, num_tokens: int, batch_size: int) -> None:
+    """ValueError for an argument of ``choose_threshold`` that is out of range."""
     if not 0 < budget < math.inf:
         raise ValueError(f"budget is {budget}; it must be above 0, as a share: 0.01 is 1 %")
     if measure not in MEASURES:
         raise ValueError(f"unknown measure {measure!r}; choose one of {', '.join(MEASURES)}")
     if rule not in ("device", "expert"):
         raise ValueError(f"pruning rule {rule!r} is unknown; choose device or expert")
-    if not 0.5 <= confidence < 1:
-        raise ValueError(f"confidence is {confidence}; it must be in [0.5, 1)")
+    if not 0.5 <= confidence <= 0.9999:
+        raise ValueError(f"confidence is {confidence}; it must be from 0.5 to 0.9999")
+    if num_tokens < 2:
+        raise ValueError(f"num_tokens is {num_tokens}; it must be two blocks of text or more, {2 * BLOCK} tokens with a context that long")
+    if batch_size < 1:
+        raise ValueError(f"batch size is {batch_size}; it must be 1 or more rows")
     if not 0.0001 <= resolution <= 0.5:
         raise ValueError(f"resolution is {resolution}; it must be from 0.0001 to 0.5")
 
 
 def _blocks(model: CAPMoEModel, tokenizer: Any, texts: Sequence[str], num_tokens: int) -> np.ndarray:
     length = min(BLOCK, getattr(model.config, "max_position_embeddings", BLOCK))
-    blocks = token_blocks(tokenizer, texts, length, max(num_tokens // length, 1))
+    if num_tokens < 2 * length:
+        raise ValueError(f"num_tokens is {num_tokens}; at least {2 * length}, two blocks, are needed to tell a change from chance")
+    blocks = token_blocks(tokenizer, texts, length, num_tokens // length)
     if len(blocks) < 2:
-        raise ValueError(f"the calibration text has {blocks.size} tokens; at least {2 * length} are needed to tell a change from chance")
+        raise ValueError(f"the calibration text has less than {2 * length} tokens, two blocks; give more text")
     return blocks
 
 
@@ -161,7 +169,7 @@ class _Scorer:
 
     def step(self, rule: str, threshold: float, measure: str, confidence: float) -> ThresholdStep:
         """Cost of one threshold against p = 0, which must come first."""
-        from scipy.stats import t
+        from scipy.stats import beta, t
 
         self.model.set_pruning(rule, threshold)
         nats_N, best = self._run()
@@ -171,8 +179,12 @@ class _Scorer:
         means = self.meter.means()
         positions_N = np.full(len(nats_N), self.blocks_NS.shape[1] - 1)
         change = paired_change(nats_N - self.unpruned[0] if measure == "perplexity" else flips_N, positions_N)
-        upper = change.change + t.ppf(confidence, len(nats_N) - 1) * (change.change_stderr or 0.0)
-        cost, upper = (math.expm1(value) if measure == "perplexity" else value for value in (change.change, upper))
+        cost, upper = change.change, change.change + t.ppf(confidence, len(nats_N) - 1) * (change.change_stderr or 0.0)
+        if measure == "perplexity":
+            cost, upper = (math.expm1(min(value, 700.0)) for value in (cost, upper))
+        elif threshold > 0:  # few flips say little of their spread: no less than if positions were independent
+            flips, positions = int(flips_N.sum()), int(positions_N.sum())
+            upper = max(upper, beta.ppf(confidence, flips + 1, positions - flips)) if flips < positions else 1.0
         return ThresholdStep(threshold, float(cost), float(upper), means["devices_per_token"], means["score_kept"])
 
     @torch.no_grad()
