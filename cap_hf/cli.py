@@ -105,13 +105,15 @@ def _eval(args: argparse.Namespace) -> None:
     from cap_hf.corpora import find_data_dir
     from cap_hf.evaluation.run import check_request, evaluate, facts_of, settings_of
     from cap_hf.evaluation.tables import main_table, rows_of, write_report
+    from cap_hf.evaluation.tasks import check_data
 
     tasks = args.tasks.split(",")
     settings = settings_of(["expert", "device"] if args.pruning == "both" else [args.pruning], _numbers(args.thresholds, "--thresholds"))
     limits, out = _limits(args.limit, tasks), Path(args.output_dir or f"build/eval/{Path(args.model).name}")
     check_request(tasks, args.run_generated_code, limits, args.batch_size, out)
-    data_dir = find_data_dir(args.data_dir)
-    model, tokenizer = _load(args.model, _config(args))
+    data_dir, config = find_data_dir(args.data_dir), _config(args)
+    check_data(tasks, data_dir, out)
+    model, tokenizer = _load(args.model, config)
     options = {"limits": limits, "batch_size": args.batch_size, "model_name": args.model}
     options |= {"divergence": not args.no_divergence, "references": not args.no_references}
     records = evaluate(
@@ -365,6 +367,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-divergence", action="store_true", help="do not compare distributions with p = 0; saves a forward per scored batch"
     )
+    parser.add_argument("--no-references", action="store_true", help="do not score reference answers (gsm8k, humaneval)")
     parser.add_argument(
         "--output-dir", help="for records, tables and pictures; a run goes on from its records (default: build/eval/<model>)"
     )

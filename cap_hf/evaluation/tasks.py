@@ -10,14 +10,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from cap_hf.evaluation.data import LocalData, prepare
-from cap_hf.parallel.groups import ExpertGroup
+from cap_hf.parallel.groups import ExpertGroup, init_expert_group
 
-__all__ = ["TASKS", "EvalTask", "check_tasks", "file_name", "load_task"]
+__all__ = ["TASKS", "EvalTask", "check_data", "check_tasks", "file_name", "load_task"]
 
 FEWSHOT_SEED = 1234  # lm-evaluation-harness's own default
 TEMPLATES = Path(__file__).with_name("tasks")
@@ -60,6 +61,12 @@ def check_tasks(names: Sequence[str], allow_code: bool) -> None:
         raise ValueError(
             "humaneval runs code that the model wrote, in a sandbox; add --run-generated-code to allow it, or leave the task out"
         )
+
+
+def check_data(names: Sequence[str], data_dir: Path | None, out: Path) -> None:
+    """Read and check the local data of tasks, on every rank alike, before anything expensive; arguments and errors as in ``load_task``."""
+    for name in names:
+        init_expert_group().from_first(partial(_write_files, name, data_dir, out))
 
 
 def load_task(name: str, data_dir: Path | None, out: Path, max_length: int, group: ExpertGroup) -> EvalTask:
