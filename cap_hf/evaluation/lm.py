@@ -46,6 +46,7 @@ class CapLM(HFLM):
         self._unpruned_BSV: torch.Tensor | None = None
         self._row = 0
         self._rows: set[tuple[int, ...]] = set()
+        self._lengths: dict[str, int] = {}
 
     @contextmanager
     def measuring(self, divergence: bool) -> Iterator[None]:
@@ -57,6 +58,12 @@ class CapLM(HFLM):
             yield
         finally:
             self.wrapped.detach(self.meter)
+
+    def num_tokens(self, text: str) -> int:
+        """Tokens of a text; remembered, for texts are long and asked for at every setting."""
+        if text not in self._lengths:
+            self._lengths[text] = len(self.tok_encode(text))
+        return self._lengths[text]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation in nats, and whether greedy decoding gives it."""

@@ -15,7 +15,7 @@ from cap_hf.modeling import CAPMoEModel
 
 __all__ = ["RoutingMeter"]
 
-_TOKENS_AT_ONCE = 4096
+_TOKENS_AT_ONCE = 16_384
 
 
 class RoutingMeter:

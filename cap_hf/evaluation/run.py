@@ -246,7 +246,7 @@ def _units(lm: CapLM, task: EvalTask, limit: int | None, references: bool) -> in
     for subtask in task.subtasks.values():
         documents = [document for _, document in subtask.doc_iterator(limit=limit)]
         if subtask.OUTPUT_TYPE == "loglikelihood_rolling":
-            total += sum(-(-len(lm.tok_encode(subtask.doc_to_target(document))) // lm.max_length) for document in documents)
+            total += sum(-(-lm.num_tokens(subtask.doc_to_target(document)) // lm.max_length) for document in documents)
         else:
             total += (4 if subtask.OUTPUT_TYPE == "multiple_choice" else 1 + references) * len(documents)
     return total
@@ -319,7 +319,7 @@ def _score_references(lm: CapLM, task: EvalTask, samples: dict[str, Any], items:
                 continue
             seen.add(key)
             if subtask.OUTPUT_TYPE == "loglikelihood_rolling":
-                items[key]["tokens"] = len(lm.tok_encode(sample["arguments"][0][0]))
+                items[key]["tokens"] = lm.num_tokens(sample["arguments"][0][0])
             elif subtask.OUTPUT_TYPE == "multiple_choice":
                 items[key]["tokens"] = 1
             elif references:
