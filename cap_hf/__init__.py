@@ -15,14 +15,22 @@ from cap_hf.trace import RoutingTrace
 if TYPE_CHECKING:
     from cap_hf.modeling import CAPMoEModel
     from cap_hf.recorder import RoutingRecorder
+    from cap_hf.trainer import CAPTrainer, CAPTrainingArguments
 
 __version__ = "0.1.0"
 
-_LAZY = {"CAPMoEModel": "cap_hf.modeling", "RoutingRecorder": "cap_hf.recorder"}  # these import torch and transformers
+_LAZY = {  # these import torch and transformers
+    "CAPMoEModel": "cap_hf.modeling",
+    "CAPTrainer": "cap_hf.trainer",
+    "CAPTrainingArguments": "cap_hf.trainer",
+    "RoutingRecorder": "cap_hf.recorder",
+}
 
 __all__ = [
     "CAPConfig",
     "CAPMoEModel",
+    "CAPTrainer",
+    "CAPTrainingArguments",
     "ExpertLayout",
     "PlacementSpectrum",
     "Placer",

@@ -19,7 +19,7 @@ from cap_hf.trace import RoutingTrace
 if TYPE_CHECKING:
     from cap_hf.modeling import CAPMoEModel
 
-__all__ = ["RoutingRecorder", "record_texts"]
+__all__ = ["RoutingRecorder", "record_requests", "record_texts"]
 
 
 @dataclass
@@ -148,13 +148,18 @@ def record_texts(
     Raises:
         ValueError: on every rank, before the first forward, if the texts yield no tokens or an argument is below 1.
     """
-    group = model.group
-    with group.all_or_none():
+    with model.group.all_or_none():
         if num_tokens < 1 or batch_size < 1:
             raise ValueError(f"num_tokens is {num_tokens} and batch_size {batch_size}; both must be 1 or more")
         if isinstance(texts, str):
             raise ValueError(f"texts is one string of {len(texts)} characters; give a list of texts")
         requests = _tokenized(model, tokenizer, texts, num_tokens)
+    return record_requests(model, requests, batch_size, progress)
+
+
+def record_requests(model: CAPMoEModel, requests: Sequence[list[int]], batch_size: int = 4, progress: bool = True) -> RoutingTrace:
+    """Routing of token ids, a list per request; every rank gives the same requests and runs its share of them."""
+    group = model.group
     own = range(group.rank * batch_size, len(requests), group.size * batch_size)
     quiet = not progress or group.rank > 0 or len(own) < 3
     with RoutingRecorder(model) as recorder:

@@ -27,6 +27,7 @@ from cap_hf.config import CAPConfig
 from cap_hf.evaluation.lm import CapLM
 from cap_hf.evaluation.tables import report_files
 from cap_hf.evaluation.tasks import FEWSHOT_SEED, EvalTask, check_tasks, file_name, load_task
+from cap_hf.fingerprint import weights_fingerprint
 from cap_hf.modeling import CAPMoEModel
 from cap_hf.report import provenance
 
@@ -197,30 +198,11 @@ def facts_of(
 
 
 def _asked(model: CAPMoEModel, tokenizer: Any, model_name: str) -> str:
-    """Hash of who answers: weights, wherever they were loaded from, vocabulary, versions, commit, kind of device; the same on all ranks.
-
-    Of dense weights all bytes count, of each expert's the first ones: whatever trains or converts experts changes them too.
-    """
-    digest, samples = hashlib.sha256(), []
-    paths = [model.family.experts_path(layer_id) for layer_id in model.layout.layer_ids.tolist()]
-    for name, value in model.model.state_dict().items():
-        if not name.startswith(tuple(f"{path}." for path in paths)):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(_bytes(value))
-    for layer, path in enumerate(paths):
-        hosted = range(model.layout.num_experts) if model.group.size == 1 else model.layout.experts_of(layer, model.group.rank).tolist()
-        for name, parameter in model.model.get_submodule(path).named_parameters():
-            rows = _bytes(parameter.flatten(1)[:, :64]).reshape(len(parameter), -1)
-            samples += [[layer, name, expert, hashlib.sha256(row).hexdigest()[:16]] for expert, row in zip(hosted, rows, strict=True)]
-    everywhere = sorted(sample for rank in model.group.gather_json(samples) for sample in rank)
+    """Hash of who answers: weights, vocabulary, versions, commit, kind of device; the same on all ranks."""
     facts = provenance()
-    what = [model_name, everywhere, sorted(tokenizer.get_vocab().items()), facts["versions"], facts["commit"], model.device.type]
-    digest.update(json.dumps(what).encode())
-    return str(model.group.gather_json(digest.hexdigest())[0])
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    what = [model_name, weights_fingerprint(model), vocabulary, facts["versions"], facts["commit"], model.device.type]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
 def _key(asked: str, model: CAPMoEModel, task: EvalTask, setting: Setting, limit: int | None, how: tuple[Any, ...]) -> str:
