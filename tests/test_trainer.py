@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments
 
-from cap_hf import CAPConfig, CAPMoEModel, CAPTrainer, CAPTrainingArguments, ExpertLayout, Topology
+from cap_hf import CAPConfig, CAPMoEModel, CAPTrainer, CAPTrainingArguments, ExpertLayout, PlacementSpectrum, Topology
 from cap_hf import trainer as trainer_module
 from cap_hf.corpora import load_texts
 from cap_hf.models import embedded_model
@@ -125,6 +125,28 @@ def test_the_four_steps_are_logged_saved_and_done_once(tmp_path: Path) -> None:
             assert trainer(tmp_path).optimize() == layout
     again = trainer(tmp_path, placement_method="sequential")
     assert again.place() == default  # other inputs, another result
+
+
+def rank_steps(out: str) -> tuple[str, str, list[float], str]:
+    """The four steps on real ranks, and what training there says."""
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    loaded = CAPMoEModel.from_pretrained(PATH, dtype=torch.float32)
+    tested = CAPTrainer(loaded, arguments(Path(out)), text_dataset(), text_dataset(2, 40), processing_class=tokenizer)
+    chosen = tested.optimize()
+    try:
+        tested.train()
+    except ValueError as error:
+        return chosen.fingerprint, tested.model.layout.fingerprint, [timing.forward_s for timing in tested.profile()], str(error)
+    return chosen.fingerprint, "", [], "no error"
+
+
+def test_ranks_take_the_steps_together_and_the_fastest_layout(rank_pool: Any, tmp_path: Path) -> None:
+    results = rank_pool(2).run(rank_steps, str(tmp_path))
+    assert results[0] == results[1]
+    chosen, applied, seconds, error = results[0]
+    spectrum = PlacementSpectrum.load(tmp_path / "spectrum.json")
+    assert chosen == applied == spectrum[seconds.index(min(seconds))].fingerprint and len(seconds) == 3
+    assert error.startswith("train() runs in one process") and "not on 2" in error
 
 
 # ---- training ----
